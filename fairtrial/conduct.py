@@ -1,0 +1,413 @@
+"""What ``run``, ``register``, ``restore`` and ``stop`` do around the runner: files, folders, who we are."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fairtrial import __version__, undo
+from fairtrial import plan as dry
+from fairtrial.backends import Local
+from fairtrial.canonical import canonical, sha256
+from fairtrial.decide import State, Status
+from fairtrial.errors import EvidenceError, Refused, StepFailed, Superseded
+from fairtrial.evidence import next_restore, unseal
+from fairtrial.experiment import Experiment, load
+from fairtrial.ledger import NAME as LEDGER
+from fairtrial.ledger import Ledger, utc_text
+from fairtrial.progress import Lines, Progress
+from fairtrial.restoration import document
+from fairtrial.runner import Runner
+from fairtrial.secrets import Secrets
+from fairtrial.store import Directory
+from fairtrial.summary import load_evidence
+from fairtrial.switch import bundle
+from fairtrial.window import Step, bounds, hold_s, steps
+
+REGISTRATION = "fairtrial.registration/1"
+STOP = "STOP"
+POLL_S = 0.2
+
+
+def open_experiment(path: Path) -> tuple[Experiment, bytes]:
+    """Read an experiment file. Raises ``Refused`` when it cannot be read, ``ExperimentError`` for its faults."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}: name an experiment file (TOML)") from None
+    return load(content, file=str(path)), content
+
+
+def registration(experiment: Experiment, *, folder: Path, registered: bool) -> dict[str, Any]:
+    """The registration: the whole experiment, its hash, the commit it lies in, and the time."""
+    return {
+        "schema": REGISTRATION,
+        "sha256": experiment.sha256,
+        "experiment": experiment.dump(),
+        "commit": _commit(folder),
+        "at": utc_text(time.time()),
+        "registered": registered,
+        "fairtrial": __version__,
+    }
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit of the checkout that holds the experiment; None outside one, or with changes in it."""
+    try:
+        asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
+        head, changes = (
+            subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=10
+            ).stdout.strip()
+            for words in asked
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head if head and not changes else None
+
+
+def register(path: Path) -> Path:
+    """Write the registration of an experiment beside it, and return its path. Raises ``Refused`` if it is there."""
+    experiment, _ = open_experiment(path)
+    target = path.with_suffix(".registration.json")
+    content = json.dumps(registration(experiment, folder=path.parent, registered=True), indent=1, sort_keys=True)
+    try:
+        with target.open("x") as file:
+            file.write(content + "\n")
+    except FileExistsError:
+        raise Refused(f"{target} is there already: a registration is made once; remove it to register anew") from None
+    except OSError as error:
+        raise Refused(f"{target}: {error.strerror}") from None
+    return target
+
+
+def _registered(experiment: Experiment, path: Path | None) -> bool:
+    if path is None:
+        return False
+    try:
+        found = json.loads(path.read_bytes())["sha256"]
+    except OSError as error:
+        raise Refused(f"--registration {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise Refused(f"--registration {path}: is no registration: make one with fairtrial register") from None
+    if found != experiment.sha256:
+        raise Refused(
+            f"--registration {path}: registered is {found}, this experiment is {experiment.sha256}: "
+            "it was changed after it was registered"
+        )
+    return True
+
+
+def actor(kind: str) -> dict[str, Any]:
+    """Who acts: this process, as a host on the same machine can tell whether it lives."""
+    stat = Path("/proc/self/stat").read_text()
+    host = socket.gethostname()
+    return {
+        "kind": kind,
+        "owner": getpass.getuser(),
+        "control_host": host,
+        "host": host,
+        "pid": os.getpid(),
+        "start": int(stat.rpartition(")")[2].split()[19]),
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "since": utc_text(time.time()),
+    }
+
+
+def run(
+    path: Path,
+    *,
+    out: Path,
+    registration: Path | None = None,
+    max_downtime_min: float | None = None,
+) -> int:
+    """Run the window of an experiment file."""
+    experiment, _ = open_experiment(path)
+    registered = _registered(experiment, registration)
+    return run_experiment(
+        experiment,
+        base=path.parent.absolute(),
+        out=out,
+        registered=registered,
+        max_downtime_min=max_downtime_min,
+        stop_files=[path.parent.absolute() / STOP],
+    )
+
+
+def run_experiment(
+    experiment: Experiment,
+    *,
+    base: Path,
+    out: Path,
+    registered: bool = False,
+    max_downtime_min: float | None = None,
+    stop_files: Sequence[Path] = (),
+    progress: Progress | None = None,
+) -> int:
+    """Run a window and return its exit status. Raises ``Refused`` when nothing was touched."""
+    window = steps(experiment)
+    limits = bounds(experiment, window, max_downtime_min)
+    if limits.abort_s < hold_s(window):
+        raise Refused(
+            f"the plan needs {hold_s(window) / 60:.1f} min of HOLD, the bound leaves {limits.abort_s / 60:.1f}: "
+            "give it more (--max-downtime, bounds.abort_min), or make the window smaller"
+        )
+    out = out.absolute()
+    existed = out.exists()
+    store = Directory.create(out)
+    record = _registration_record(experiment, base, registered)
+    store.write("registration.json", json.dumps(record, indent=1, sort_keys=True).encode())
+    store.write("plan.json", json.dumps(dry.plan(experiment, max_downtime_min), indent=1, sort_keys=True).encode())
+    store.write("switch/host.pyz", bundle())
+    key = os.urandom(32)
+    store.write("snapshot/key", key.hex().encode())
+    backend = Local(out / "switch" / "host.pyz")
+    name = f"{experiment.name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(3).hex()}"
+    runner = Runner(
+        experiment=experiment,
+        window=name,
+        out=out,
+        base=base,
+        backend=backend,
+        store=store,
+        ledger=Ledger.create(store, backend),
+        progress=progress or Lines(),
+        secrets=Secrets(key, experiment.secrets),
+        acts=undo.ACTS,
+        max_downtime_min=max_downtime_min,
+        stop_files=[out / STOP, *stop_files],
+    )
+    runner.actor = actor("runner")
+    runner.record(
+        "window",
+        window=name,
+        registration_sha256=sha256(store.read("registration.json")),
+        experiment_sha256=experiment.sha256,
+        actor=runner.actor,
+        version=__version__,
+    )
+    try:
+        code = runner.run()
+    except Refused:
+        _forget(store, out, existed)
+        raise
+    except Superseded as error:
+        return _superseded(runner, str(error))
+    if "hold" not in runner.state.begun and runner.state.status is not Status.RELEASED:
+        _forget(store, out, existed)
+        print("fairtrial: stopped before the HOLD: nothing was touched", file=sys.stderr)
+    return _report(runner, code)
+
+
+def _registration_record(experiment: Experiment, base: Path, registered: bool) -> dict[str, Any]:
+    return registration(experiment, folder=base, registered=registered)
+
+
+def _forget(store: Directory, out: Path, existed: bool) -> None:
+    """Nothing was touched and nothing was measured: leave the folder as it was found."""
+    store.close()
+    shutil.rmtree(out, ignore_errors=True)
+    if existed:
+        out.mkdir(mode=0o700, exist_ok=True)
+
+
+def _report(runner: Runner, code: int) -> int:
+    stop = runner.state.stop
+    if code == 4:
+        reason = _unproved(runner)
+        print(
+            f"fairtrial: PRODUCTION IS NOT PROVED TO BE BACK: {reason}\n"
+            "  The HOLD and the dead-man's switch stay. A person must act now:\n"
+            f"    fairtrial status {runner.out}\n"
+            f"    fairtrial restore {runner.out}\n"
+            f"    fairtrial restore {runner.out} --accept REASON    (you vouch for what serves)",
+            file=sys.stderr,
+        )
+    elif code == 3 and stop is not None and "hold" in runner.state.begun:
+        print(f"fairtrial: stopped in {stop.step} ({stop.kind}): {stop.reason}", file=sys.stderr)
+        print("fairtrial: production is proved to be back", file=sys.stderr)
+    if runner.seal is not None:
+        print(f"fairtrial: evidence {runner.out}, seal {runner.seal}", file=sys.stderr)
+    return code
+
+
+def _unproved(runner: Runner) -> str:
+    failed = [record for record in runner.ledger.records if record.get("kind") == "end" and record.get("reason")]
+    return str(failed[-1]["reason"]) if failed else "an undo step did not end well"
+
+
+def _superseded(runner: Runner, reason: str) -> int:
+    """Another actor restores this window: say so, wait for what it finds, write nothing."""
+    print(f"fairtrial: {reason}", file=sys.stderr)
+    host = runner.experiment.production.host
+    deadline = time.monotonic() + undo.longest_restore_s(runner)
+    while time.monotonic() < deadline:
+        last = undo.look_at(runner, host)["state"].get("last") or {}
+        if last.get("window") == runner.window and last.get("state") in ("released", "served"):
+            print(f"fairtrial: production on {host}: {last['state']} by {last.get('actor')}", file=sys.stderr)
+            return 3
+        time.sleep(POLL_S)
+    return 4
+
+
+def restore(path: Path, *, now: bool = False, accept: str | None = None, progress: Progress | None = None) -> int:
+    """Bring production back from the evidence of a window, any number of times.
+
+    Returns 0 when production is proved (or accepted), also when the window was released before; 4 when it is not.
+    Raises ``Refused`` when the folder is no window's, or its runner lives.
+    """
+    out = path.absolute()
+    try:
+        store = Directory.open(out)
+        experiment, state, records = load_evidence(store)
+    except (EvidenceError, FileNotFoundError, NotADirectoryError) as error:
+        raise Refused(f"{path}: no window's folder: {error}") from None
+    if not records:
+        raise Refused(f"{path}: its window ended before its first record: nothing was touched, nothing is to restore")
+    window = str(records[0]["window"])
+    with tempfile.TemporaryDirectory(prefix="fairtrial-") as scratch:
+        program = Path(scratch) / "host.pyz"
+        program.write_bytes(bundle())
+        backend = Local(program)
+        key = bytes.fromhex(store.read("snapshot/key").decode()) if store.exists("snapshot/key") else os.urandom(32)
+        runner = Runner(
+            experiment=experiment,
+            window=window,
+            out=out,
+            base=out,
+            backend=backend,
+            store=store,
+            ledger=Ledger(store, backend, name=LEDGER, lenient=True),
+            progress=progress or Lines(),
+            secrets=Secrets(key, experiment.secrets),
+            acts=undo.ACTS if accept is None else {**undo.ACTS, **undo.accepting(accept)},
+        )
+        runner.actor = actor("restore")
+        if _released_before(runner, state):
+            print("fairtrial: this window was released before: nothing was touched", file=sys.stderr)
+            return 0
+        _refuse_live(runner, records, now=now)
+        try:
+            undo.acquire(runner, now=now)
+        except StepFailed as error:
+            raise Refused(str(error)) from None
+        if _released_before(runner, state):
+            print("fairtrial: another restorer proved and released it", file=sys.stderr)
+            return 0
+        return _restore(runner, store, records, state, accept)
+
+
+def _restore(
+    runner: Runner, store: Directory, records: Sequence[Mapping[str, Any]], state: State, accept: str | None
+) -> int:
+    # A runner that still lives (stopped, cut off) keeps the old file open: its records can no longer land here.
+    store.write(LEDGER, store.read(LEDGER))
+    number = next_restore(store)
+    unseal(store, number)
+    runner.ledger = Ledger.open(store, runner.backend, lenient=True)
+    runner.resume(runner.ledger.records)
+    runner.accepted = {"by": runner.actor["owner"], "reason": accept} if accept is not None else None
+    host = runner.experiment.production.host
+    if runner.backend.get(host, f"{runner.experiment.hosts[host].state}/restore.json") is None:
+        runner.document = document(runner.experiment, window=runner.window, host=host, production=None, log="/dev/null")
+    runner.load_reference()
+    alive = f"pid {records[0].get('actor', {}).get('pid', '?')}"
+    runner.record(
+        "restorer",
+        number=number,
+        term=runner.term,
+        actor=runner.actor,
+        reason=f"the runner ({alive}) ended in {state.step or 'preflight'} without restoring",
+    )
+    try:
+        code = runner.run()
+    except Superseded as error:
+        return _superseded(runner, str(error))
+    if code != 4:
+        print("fairtrial: " + ("accepted" if accept else "production is proved to be back"), file=sys.stderr)
+        _report(runner, 0)
+        return 0
+    return _report(runner, 4)
+
+
+def _released_before(runner: Runner, state: State) -> bool:
+    """Whether the hosts say that this window was released as proved, and its evidence is sealed."""
+    for host in runner.experiment.hosts:
+        looked = undo.look_at(runner, host)["state"]
+        last = looked.get("last") or {}
+        newest = looked.get("newest")
+        held = newest is not None and (looked.get("hold") or {}).get("window") == runner.window
+        if held or last.get("window") != runner.window or last.get("state") != "released":
+            return False
+    return runner.store.exists("SHA256SUMS")
+
+
+def _refuse_live(runner: Runner, records: Sequence[Mapping[str, Any]], *, now: bool) -> None:
+    """Refuse while the runner itself lives and its lease does; a dead runner's term is taken at once."""
+    owner = records[0].get("actor") or {}
+    for host in runner.experiment.hosts:
+        state = undo.look_at(runner, host)["state"]
+        newest, hold = state.get("newest"), state.get("hold") or {}
+        if newest is None:
+            if _alive(owner):
+                raise Refused(
+                    f"its runner lives (pid {owner.get('pid')} on {owner.get('host')}): fairtrial stop {runner.out}"
+                )
+            continue
+        if hold.get("window") != runner.window:
+            continue
+        lease = state.get("lease") or {}
+        if newest.get("term") == 0 and lease.get("live") and _alive(hold) and not now:
+            raise Refused(
+                f"{host}: its runner lives (pid {hold.get('pid')} on {hold.get('control_host')}, {hold.get('owner')}), and its "
+                f"lease runs for {float(lease.get('left_s') or 0):.0f} s more: fairtrial stop {runner.out}, or --now to take over"
+            )
+
+
+def _alive(owner: Mapping[str, Any]) -> bool:
+    """Whether a process that was recorded lives, as far as this machine can say."""
+    mine = actor("restore")
+    if owner.get("boot_id") != mine["boot_id"] or owner.get("control_host") != mine["control_host"]:
+        return False
+    try:
+        stat = Path(f"/proc/{owner.get('pid')}/stat").read_text()
+    except OSError:
+        return False
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[19]) == owner.get("start") and fields[0] not in "ZX"
+
+
+def stop(path: Path) -> int:
+    """Write the STOP file of a running window, wait for its end, and say what was restored."""
+    out = path.absolute()
+    try:
+        store = Directory.open(out)
+        _, state, records = load_evidence(store)
+    except (EvidenceError, FileNotFoundError, NotADirectoryError) as error:
+        raise Refused(f"{path}: no window's folder: {error}") from None
+    owner = records[0].get("actor") or {} if records else {}
+    if state.status is Status.RELEASED:
+        raise Refused(f"{path}: this window has ended and was released")
+    if not _alive(owner):
+        raise Refused(f"{path}: its runner (pid {owner.get('pid', '?')}) does not run here: fairtrial restore {path}")
+    (out / STOP).touch(mode=0o600)
+    print(f"fairtrial: asked pid {owner['pid']} to stop; waiting for its restore", file=sys.stderr)
+    while _alive(owner):
+        time.sleep(POLL_S)
+    summary = json.loads(store.read("summary.json")) if store.exists("summary.json") else {}
+    proved = summary.get("restored") is True
+    print("production is proved to be back" if proved else f"production is NOT proved: fairtrial restore {path}")
+    return 0 if proved else 4
+
+
+__all__ = ["canonical", "open_experiment", "register", "restore", "run", "run_experiment", "stop", "Step"]

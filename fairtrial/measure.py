@@ -1,0 +1,374 @@
+"""What is asked of one server: the timed cells, and the checks. Each returns rows that evidence can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fairtrial.canonical import canonical, sha256
+from fairtrial.client import (
+    Call,
+    Counters,
+    Endpoint,
+    Exchange,
+    completion,
+    counters,
+    probe_quality,
+    salt,
+    sized_dice,
+    token_ids,
+)
+from fairtrial.errors import Refused, StepFailed
+from fairtrial.experiment import Arm, Cell
+from fairtrial.guards import NS
+from fairtrial.runner import Runner
+
+TOP_N = 20
+
+
+def cell_prompt(runner: Runner, cell: Cell) -> list[int]:
+    """The token ids of a cell's prompt: the same in every arm and every rep."""
+    found = runner.prompts.cells.get(cell.name)
+    if found is None:
+        protocol = runner.experiment.protocol
+        low, high = protocol.token_ids
+        found = token_ids(f"{protocol.seed}/{cell.name}", cell.prompt_tokens, low, high)
+        runner.prompts.cells[cell.name] = found
+        runner.screen.learn_ids(found)
+    return found
+
+
+def greedy_prompts(runner: Runner, base: Endpoint) -> list[list[int]]:
+    """The token ids of the greedy prompts: from the seed, or from the pinned file by the server's own tokenizer."""
+    if runner.prompts.greedy:
+        return runner.prompts.greedy
+    assert runner.experiment.checks is not None
+    greedy, protocol = runner.experiment.checks.greedy, runner.experiment.protocol
+    low, high = protocol.token_ids
+    if greedy.file is None:
+        found = [
+            token_ids(f"{protocol.seed}/greedy/{number}", greedy.prompt_tokens, low, high)
+            for number in range(1, greedy.prompts + 1)
+        ]
+    else:
+        texts = greedy_texts(runner)
+        found = [tokenize(runner, base, text) for text in texts]
+        for text in texts:
+            runner.screen.learn_text(text)
+    for ids in found:
+        runner.screen.learn_ids(ids)
+    runner.prompts.greedy = found
+    return found
+
+
+def greedy_texts(runner: Runner) -> list[str]:
+    """The pinned prompt file, one prompt a line. Raises ``Refused`` when it is not the pinned one."""
+    assert runner.experiment.checks is not None
+    greedy = runner.experiment.checks.greedy
+    assert greedy.file is not None
+    path = runner.base / greedy.file
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise Refused(f"checks.greedy.file: {path}: {error.strerror}") from None
+    if sha256(content) != greedy.sha256:
+        raise Refused(f"checks.greedy.file: {path} has SHA-256 {sha256(content)}, pinned is {greedy.sha256}")
+    texts = [line for line in content.decode().splitlines() if line.strip()]
+    if len(texts) != greedy.prompts:
+        raise Refused(
+            f"checks.greedy.file: {path} holds {len(texts)} prompts, checks.greedy.prompts is {greedy.prompts}"
+        )
+    return texts
+
+
+def tokenize(runner: Runner, base: Endpoint, text: str) -> list[int]:
+    """A text's token ids by the server's own tokenizer. Raises ``StepFailed`` when it gives none."""
+    body = canonical({"model": runner.experiment.server.model, "prompt": text})
+    exchange = runner.wait(Call(base=base, path=runner.experiment.server.tokenize, body=body, limit_s=30))
+    try:
+        answer = json.loads(exchange.body)
+        tokens = [int(token) for token in answer["tokens"]]
+    except (ValueError, KeyError, TypeError):
+        tokens = []
+    if exchange.status != 200 or not tokens:
+        where = f"http://{base.host}:{base.port}{runner.experiment.server.tokenize}"
+        raise StepFailed(
+            f"{where} gives no token ids (status {exchange.status}): the probe needs them; see server.tokenize"
+        )
+    return tokens
+
+
+def probe_prompt(runner: Runner, base: Endpoint) -> list[int]:
+    """The probe: seeded dice throws of the exact token count, ending where a throw is due."""
+    if not runner.prompts.probe:
+        assert runner.experiment.checks is not None
+        tokens = runner.experiment.checks.probe.tokens
+        seed = f"{runner.experiment.protocol.seed}/probe"
+        found = sized_dice(seed, tokens, lambda text: tokenize(runner, base, text))
+        runner.screen.learn_ids(found)
+        runner.prompts.probe = found
+    return runner.prompts.probe
+
+
+def read_counters(runner: Runner, base: Endpoint) -> Counters | None:
+    """The server's own counters, or None where it gives none."""
+    path = runner.experiment.server.metrics
+    if path is None:
+        return None
+    exchange = runner.get(base, path)
+    return counters(exchange.body.decode(errors="replace")) if exchange.status == 200 else None
+
+
+def served(runner: Runner, base: Endpoint, before: Counters | None) -> tuple[str, Counters | None]:
+    """Whether nobody else was served since ``before``, in which we sent one request. Raises ``StepFailed`` if so.
+
+    The server may count a request a little after it answered: it is asked again for ``counters_wait_s``.
+    """
+    if before is None or before.finished is None:
+        return "unproved", None
+    deadline = runner.now() + int(runner.experiment.server.counters_wait_s * NS)
+    while True:
+        after = read_counters(runner, base)
+        if after is None or after.finished is None:
+            return "unproved", after
+        moved = after.finished - before.finished
+        if moved > 1:
+            raise StepFailed(
+                f"port {base.port}: the server finished {moved} requests where this window sent 1: "
+                "somebody else was served during this cell"
+            )
+        if moved == 1:
+            return "proved", after
+        if runner.now() > deadline:
+            return "unproved", after
+        runner.pause(0.02)
+
+
+def cold(runner: Runner, what: str, cached: int | None, before: Counters | None, after: Counters | None) -> str:
+    """``proved`` when a witness says 0 and none says more; else ``unproved``. Raises ``StepFailed`` when one says more."""
+    witnesses = [cached]
+    if before is not None and after is not None:
+        for name in ("prefix_hits", "external_hits"):
+            first, last = getattr(before, name), getattr(after, name)
+            if first is not None and last is not None:
+                witnesses.append(last - first)
+    said = [witness for witness in witnesses if witness is not None]
+    if any(witness > 0 for witness in said):
+        raise StepFailed(f"{what}: not cold: the server had {max(said)} of its prompt tokens in its prefix cache")
+    if cached is None and runner.experiment.protocol.coldness == "cached_tokens":
+        raise StepFailed(
+            f"{what}: the server says nothing of cached tokens, and protocol.coldness demands it "
+            '(vLLM: --enable-prompt-tokens-details; or set coldness = "unproved")'
+        )
+    return "proved" if said else "unproved"
+
+
+def complete(runner: Runner, what: str, exchange: Exchange, prompt_tokens: int, output_tokens: int | None) -> None:
+    """Raise ``StepFailed`` unless an answer is whole and of the counts that were asked for."""
+    if exchange.fault is not None:
+        raise StepFailed(f"{what}: {exchange.fault}")
+    answer = exchange.measured or exchange.answer
+    if answer is None:
+        raise StepFailed(f"{what}: no completion in the answer (status {exchange.status})")
+    if answer.prompt_tokens != prompt_tokens:
+        raise StepFailed(f"{what}: the server counted {answer.prompt_tokens} prompt tokens, {prompt_tokens} were sent")
+    if output_tokens is not None and answer.output_tokens != output_tokens:
+        raise StepFailed(
+            f"{what}: {answer.output_tokens} output tokens, {output_tokens} were asked for: "
+            "the server cuts prompt + output at its context in silence"
+        )
+
+
+def run_cell(runner: Runner, arm: Arm, cell: Cell, rep: int) -> dict[str, Any]:
+    """Send one timed request to an arm and return its row."""
+    base = runner.endpoint(arm)
+    what = f"{arm.name} {cell.name} rep {rep}"
+    protocol = runner.experiment.protocol
+    prompt = cell_prompt(runner, cell)
+    cell_salt = salt(protocol.seed, f"{cell.name}/{rep}")
+    body = canonical(
+        completion(
+            model=runner.experiment.server.model,
+            prompt_ids=prompt,
+            max_tokens=cell.output_tokens,
+            salt=cell_salt,
+            ignore_eos=True,
+        )
+    )
+    before = read_counters(runner, base)
+    exchange = runner.ask(
+        Call(base=base, path=runner.experiment.server.completions, body=body, stream=True, limit_s=protocol.limit_s),
+        purpose=what,
+        prompt_sha256=sha256(canonical(prompt)),
+        prompt_tokens=len(prompt),
+        body_sha256=sha256(body),
+    )
+    learn(runner, exchange)
+    complete(runner, what, exchange, cell.prompt_tokens, cell.output_tokens)
+    measured = exchange.measured
+    assert measured is not None
+    alone, after = served(runner, base, before)
+    row = {
+        "arm": arm.name,
+        "cell": cell.name,
+        "rep": rep,
+        "timed": cell.timed,
+        "ttft_ns": exchange.ttft_ns,
+        "e2e_ns": exchange.end_ns - (exchange.started_ns or 0),
+        "tpot_ns": exchange.tpot_ns,
+        "connect_ns": exchange.connect_ns,
+        "prompt_tokens": measured.prompt_tokens,
+        "output_tokens": measured.output_tokens,
+        "cached_tokens": measured.cached_tokens,
+        "content_events": measured.content_events,
+        "content_ns": [at - (exchange.started_ns or 0) for at in measured.content_ns],
+        "cold": cold(runner, what, measured.cached_tokens, before, after),
+        "alone": alone,
+        "prompt_sha256": sha256(canonical(prompt)),
+        "salt_sha256": sha256(cell_salt.encode()),
+        "answer_sha256": measured.answer_sha256,
+    }
+    if row["ttft_ns"] is None:
+        raise StepFailed(f"{what}: no event carried generated content: there is no time to first token")
+    return row
+
+
+def ask_greedy(runner: Runner, base: Endpoint, number: int, ids: list[int], salt_name: str) -> dict[str, Any]:
+    """Ask one greedy prompt and return its row."""
+    assert runner.experiment.checks is not None
+    what = f"greedy {number} on port {base.port}"
+    body = canonical(
+        completion(
+            model=runner.experiment.server.model,
+            prompt_ids=ids,
+            max_tokens=runner.experiment.checks.greedy.output_tokens,
+            salt=salt(runner.experiment.protocol.seed, salt_name),
+        )
+    )
+    exchange = runner.ask(
+        Call(
+            base=base,
+            path=runner.experiment.server.completions,
+            body=body,
+            stream=True,
+            limit_s=runner.experiment.protocol.limit_s,
+        ),
+        purpose=what,
+        body_sha256=sha256(body),
+    )
+    learn(runner, exchange)
+    complete(runner, what, exchange, len(ids), None)
+    measured = exchange.measured
+    assert measured is not None
+    return {
+        "kind": "greedy",
+        "prompt": f"{number}",
+        "sha256": measured.answer_sha256,
+        "completion_tokens": measured.output_tokens,
+    }
+
+
+def ask_probe(runner: Runner, base: Endpoint, slot: str) -> dict[str, Any]:
+    """Send the probe once, cold, and return its row."""
+    what = f"probe {slot} on port {base.port}"
+    ids = probe_prompt(runner, base)
+    body = canonical(
+        completion(
+            model=runner.experiment.server.model,
+            prompt_ids=ids,
+            max_tokens=1,
+            salt=salt(runner.experiment.protocol.seed, f"probe/{slot}"),
+            stream=False,
+            logprobs=TOP_N,
+        )
+    )
+    exchange = runner.ask(
+        Call(
+            base=base,
+            path=runner.experiment.server.completions,
+            body=body,
+            limit_s=runner.experiment.protocol.limit_s,
+        ),
+        purpose=what,
+        body_sha256=sha256(body),
+    )
+    learn(runner, exchange)
+    complete(runner, what, exchange, len(ids), 1)
+    answer = exchange.answer
+    assert answer is not None
+    cold(runner, what, answer.cached_tokens, None, None)
+    if answer.top is None or len(answer.top) < TOP_N:
+        count = 0 if answer.top is None else len(answer.top)
+        raise StepFailed(f"{what}: the server gave {count} first-token logprobs by token id, {TOP_N} are needed")
+    return {
+        "kind": "logit",
+        "slot": slot,
+        "prompt_sha256": sha256(canonical(ids)),
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "top": [[token, logprob] for token, logprob in answer.top],
+    }
+
+
+def run_checks(runner: Runner, arm: Arm) -> list[dict[str, Any]]:
+    """Ask an arm everything its checks need; rows are returned only when whole."""
+    base = runner.endpoint(arm)
+    rows: list[dict[str, Any]] = [identity_row(runner, base)]
+    for number, ids in enumerate(greedy_prompts(runner, base), start=1):
+        rows.append(ask_greedy(runner, base, number, ids, f"greedy/{number}"))
+    rows += [ask_probe(runner, base, slot) for slot in arm.checks]
+    return rows
+
+
+def identity_row(runner: Runner, base: Endpoint) -> dict[str, Any]:
+    """What a server says of itself in one short answer: model, fingerprint, counts."""
+    low = runner.experiment.protocol.token_ids[0]
+    body = canonical(
+        completion(
+            model=runner.experiment.server.model,
+            prompt_ids=[low] * 8,
+            max_tokens=1,
+            salt=salt(runner.experiment.protocol.seed, "identity"),
+            stream=False,
+        )
+    )
+    exchange = runner.ask(
+        Call(base=base, path=runner.experiment.server.completions, body=body, limit_s=60),
+        purpose=f"identity on port {base.port}",
+        body_sha256=sha256(body),
+    )
+    complete(runner, f"identity on port {base.port}", exchange, 8, 1)
+    answer = exchange.answer
+    assert answer is not None
+    return {
+        "kind": "identity",
+        "model": answer.model,
+        "fingerprint": answer.system_fingerprint,
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+    }
+
+
+def learn(runner: Runner, exchange: Exchange) -> None:
+    """Let the screen know what was received, so that no kept line holds it."""
+    answer = exchange.measured or exchange.answer
+    if answer is None:
+        return
+    if answer.text:
+        runner.screen.learn_text(answer.text)
+    if answer.token_ids:
+        runner.screen.learn_ids(list(answer.token_ids))
+
+
+def judge_probe(runner: Runner, row: Mapping[str, Any]) -> None:
+    """Raise ``Refused`` when the probe's distribution cannot judge: too little mass in the top, or no entropy."""
+    assert runner.experiment.checks is not None
+    limits = runner.experiment.checks.probe
+    mass, entropy = probe_quality([(token, logprob) for token, logprob in row["top"]])
+    if mass < limits.mass_min or entropy < limits.entropy_min_nats:
+        raise Refused(
+            f"checks.probe: it cannot judge on this model: its {TOP_N} likeliest tokens hold {mass:.4f} of the mass "
+            f"(>= {limits.mass_min:g}) with {entropy:.2f} nats (>= {limits.entropy_min_nats:g}): "
+            "try another checks.probe.tokens or protocol.seed"
+        )

@@ -1,0 +1,191 @@
+"""The summary of a window, and its reading again from evidence alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fairtrial import __version__
+from fairtrial.decide import State, Status, fold
+from fairtrial.errors import EvidenceError, ExperimentError
+from fairtrial.experiment import Experiment, parse
+from fairtrial.guards import NS
+from fairtrial.ledger import read as read_ledger
+from fairtrial.reading import MATCH_THRESHOLDS, Text, Thresholds, Verdict, match, none
+from fairtrial.store import Store
+
+if TYPE_CHECKING:
+    from fairtrial.runner import Runner
+
+SCHEMA = "fairtrial.summary/1"
+
+
+def thresholds(experiment: Experiment) -> Thresholds:
+    """The registered limits: PF1's, with what the experiment sets."""
+    cell = next(cell for cell in experiment.protocol.cells if cell.name == experiment.reading.cell)
+    own: dict[str, Any] = {**experiment.reading.thresholds, "reps": cell.reps}
+    if experiment.checks is not None:
+        own["probe_tokens"] = experiment.checks.probe.tokens
+        own["greedy_total"] = experiment.checks.greedy.prompts
+    return Thresholds.of(MATCH_THRESHOLDS.as_json() | own)
+
+
+def read_rows(
+    experiment: Experiment, cells: Sequence[Mapping[str, Any]], checks: Mapping[str, list[Mapping[str, Any]] | None]
+) -> dict[str, Any]:
+    """Read cells and checks by the experiment's rule. Raises ``EvidenceError`` when they give no verdict."""
+    rule = experiment.reading
+    if rule.rule == "none":
+        cell = next(cell for cell in experiment.protocol.cells if cell.name == rule.cell)
+        reps = {arm.name: experiment.reps(arm, cell) for arm in experiment.arms}
+        return none(cells, arms=[arm.name for arm in experiment.arms], cell=rule.cell, reps=reps)
+    assert rule.off
+    assert rule.cause
+    assert rule.fix
+    texts = {Verdict(name): Text(meaning=text.meaning, next=text.next) for name, text in rule.texts.items()}
+    return match(
+        cells,
+        checks,
+        off=rule.off,
+        cause=rule.cause,
+        fix=rule.fix,
+        cell=rule.cell,
+        thresholds=thresholds(experiment),
+        texts=texts,
+    )
+
+
+def rows_of(
+    store: Store, experiment: Experiment
+) -> tuple[list[dict[str, Any]], dict[str, list[Mapping[str, Any]] | None]]:
+    """The cells and checks that a folder holds; a torn last line of the cells is not a cell."""
+    cells: list[dict[str, Any]] = []
+    for arm in experiment.arms:
+        cells += _lines(store, f"arms/{arm.name}/cells.jsonl", torn=True)
+    roles = [name for name in (experiment.reading.off, experiment.reading.fix) if name]
+    checks: dict[str, list[Mapping[str, Any]] | None] = {}
+    for role in roles:
+        name = f"arms/{role}/checks.jsonl"
+        checks[role] = list(_lines(store, name, torn=False)) if store.exists(name) else None
+    return cells, checks
+
+
+def _lines(store: Store, name: str, *, torn: bool) -> list[dict[str, Any]]:
+    if not store.exists(name):
+        return []
+    found = []
+    lines = store.read(name).split(b"\n")
+    if torn:
+        lines = lines[:-1]
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            found.append(json.loads(line, parse_float=Decimal))
+        except ValueError:
+            raise EvidenceError(f"{name}: line {number} is not JSON") from None
+    return found
+
+
+def load_evidence(store: Store) -> tuple[Experiment, State, list[dict[str, Any]]]:
+    """The experiment, the folded state and the ledger's records of a folder. Raises ``EvidenceError``."""
+    try:
+        registration = json.loads(store.read("registration.json"))
+        experiment = parse(registration["experiment"], file="registration.json")
+    except FileNotFoundError:
+        raise EvidenceError("registration.json is missing: this is no window's folder") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise EvidenceError(f"registration.json cannot be read: {error}") from None
+    except ExperimentError as error:
+        raise EvidenceError(str(error)) from None
+    records = read_ledger(store.read("ledger.jsonl")) if store.exists("ledger.jsonl") else []
+    return experiment, fold(records), records
+
+
+def read_again(store: Store) -> dict[str, Any]:
+    """The reading again, from evidence alone. Raises ``EvidenceError`` when there is no verdict."""
+    experiment, state, _ = load_evidence(store)
+    if not state.complete:
+        where = f" (in {state.stop.step}: {state.stop.kind}: {state.stop.reason})" if state.stop else ""
+        raise EvidenceError(f"no verdict: this window did not run to its reading{where}")
+    cells, checks = rows_of(store, experiment)
+    return read_rows(experiment, cells, checks)
+
+
+def summarise(
+    store: Store,
+    experiment: Experiment,
+    state: State,
+    *,
+    read: bool,
+    restored: bool,
+    registered: bool,
+    durations: Mapping[str, float],
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Compute the summary of a folder; it can be computed again from the rest of the evidence."""
+    cells, checks = rows_of(store, experiment)
+    reading = read_rows(experiment, cells, checks) if read else None
+    return {
+        "schema": SCHEMA,
+        "experiment": experiment.name,
+        "question": experiment.question,
+        "registered": registered,
+        "status": "COMPLETE" if reading is not None else "STOPPED",
+        "restored": restored,
+        "verdict": reading["verdict"] if reading else None,
+        "reading": reading,
+        "stop": state.stop.dump() if state.stop else None,
+        "cells": cells,
+        "checks": {arm: None if rows is None else len(rows) for arm, rows in checks.items()},
+        "durations": {name: round(seconds, 3) for name, seconds in durations.items()},
+        "versions": {"fairtrial": __version__},
+        **extra,
+    }
+
+
+def write_summary(runner: Runner, *, read: bool, restored: bool = False) -> dict[str, Any]:
+    """Write ``summary.json``: the cells are saved before the reading is tried."""
+    down_s = None
+    if runner.down_ns is not None:
+        down_s = round(((runner.back_ns or runner.now()) - runner.down_ns) / NS, 3)
+    summary = summarise(
+        runner.store,
+        runner.experiment,
+        runner.state,
+        read=read,
+        restored=restored,
+        registered=json.loads(runner.store.read("registration.json"))["registered"],
+        durations=runner.durations,
+        extra={
+            **({"accepted": runner.accepted} if runner.accepted else {}),
+            "hold_s": round(runner.elapsed_s(), 3),
+            "downtime_s": down_s,
+            "window": runner.window,
+        },
+    )
+    content = json.dumps(summary, indent=1, sort_keys=True, default=_number).encode()
+    runner.keep("write", "summary.json", content)
+    return summary
+
+
+def _number(value: object) -> float | int:
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    raise TypeError(f"not JSON: {type(value).__name__}")
+
+
+def finished(state: State) -> bool:
+    """Whether a window's ledger ends with its release."""
+    return state.status is Status.RELEASED
+
+
+def folder_name(path: Path) -> str:
+    """A folder as a person would type it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

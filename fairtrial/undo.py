@@ -1,0 +1,271 @@
+"""What each undo step does, for the runner and for ``fairtrial restore``: the same acts, the same verbs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from fairtrial.errors import FairtrialError, StepFailed
+from fairtrial.evidence import seal
+from fairtrial.forward import ACTS as FORWARD
+from fairtrial.guards import NS
+from fairtrial.measure import ask_greedy, greedy_prompts
+from fairtrial.restoration import END_LIMIT_S, MEMORY_LIMIT_S, document, memory
+from fairtrial.runner import FENCE_LOST, HoldLost, Interrupted, Runner
+from fairtrial.summary import write_summary
+from fairtrial.window import Step
+
+LOCK_WAIT_S = 90.0
+GREEDY_TRIES = 3
+DONE = ("served", "proved", "down", "released")
+
+
+def acquire(runner: Runner, *, now: bool = False) -> None:
+    """Become the actor of this window on every host, by the next term. Waits for one that is restoring.
+
+    Raises ``StepFailed`` when the term is live and stays so.
+    """
+    for host in runner.experiment.hosts:
+        patience_ns = runner.now() + int((runner.experiment.waits.lease_s + longest_restore_s(runner)) * NS)
+        while True:
+            looked = look_at(runner, host)
+            state = looked["state"]
+            newest = state.get("newest")
+            if newest is None or (state.get("hold") or {}).get("window") != runner.window:
+                return
+            term = int(newest["term"])
+            payload = {"verbs": [{"verb": "take", "from": term, "actor": runner.actor, "now": now}]}
+            rows = _take(runner, host, payload)
+            if rows.get("ok"):
+                runner.term = int(rows["term"])
+                runner.view.lost.pop(host, None)
+                runner.keep_lease(host)
+                break
+            if runner.now() > patience_ns:
+                other = (rows.get("live") or {}).get("actor") or {}
+                raise StepFailed(
+                    f"{host}: another actor restores this window ({other.get('kind', '?')} pid {other.get('pid', '?')}), "
+                    "and its lease lives: wait for it, or take over with --now"
+                )
+            runner.pause(0.25)
+
+
+def _take(runner: Runner, host: str, payload: dict[str, Any]) -> dict[str, Any]:
+    # Not in the ledger: until it is taken, this evidence is another's.
+    reply = runner._send(host, "play", payload, LOCK_WAIT_S + 10)
+    rows = [json.loads(line) for line in reply.stdout.decode().splitlines() if line.startswith("{")]
+    found: dict[str, Any] = next((row for row in rows if row.get("verb") == "take"), {"ok": False})
+    return found
+
+
+def longest_restore_s(runner: Runner) -> float:
+    return (
+        END_LIMIT_S + MEMORY_LIMIT_S + 2 * runner.experiment.production.start_limit_s + runner.experiment.waits.settle_s
+    )
+
+
+def look_at(runner: Runner, host: str) -> dict[str, Any]:
+    """Read a host's state, whatever step it is: reading needs no right."""
+    reply = runner._send(host, "look", {"ports": [runner.experiment.production.port]}, 30)
+    return runner._checked(host, "look", reply)[-1]
+
+
+def _verbs(runner: Runner, name: str) -> list[dict[str, Any]] | None:
+    """The compiled verbs of an undo step; None: the host's own ``restore.json`` has them."""
+    if runner.document is None:
+        return None
+    verbs: list[dict[str, Any]] = runner.document["steps"][name]
+    return verbs
+
+
+def _play(runner: Runner, step: Step, limit_s: float) -> list[dict[str, Any]]:
+    """Play an undo step on every host. A runner that lost its hold becomes the next actor first."""
+    rows: list[dict[str, Any]] = []
+    if runner.view.lost:
+        acquire(runner)
+    for host in runner.experiment.hosts:
+        verbs = _verbs(runner, step.name)
+        payload = {"step": step.name} if verbs is None else {"verbs": verbs}
+        try:
+            rows += runner.call(host, "play", payload, limit_s=limit_s)
+        except HoldLost as error:
+            runner.view.lost[host] = error.reason
+            acquire(runner)
+            rows += runner.call(host, "play", payload, limit_s=limit_s)
+    return rows
+
+
+def end(runner: Runner, step: Step) -> dict[str, Any]:
+    runner.view.leave("started", "ready")
+    rows = _play(runner, step, END_LIMIT_S + MEMORY_LIMIT_S + LOCK_WAIT_S)
+    return {"ended": rows[0].get("ended", [])}
+
+
+def start(runner: Runner, step: Step) -> dict[str, Any]:
+    runner.view.leave("stopped")
+    rows = _play(runner, step, runner.experiment.production.start_limit_s + LOCK_WAIT_S)
+    return {key: rows[0][key] for key in ("pid", "already", "under_way") if key in rows[0]}
+
+
+def prove(runner: Runner, step: Step) -> dict[str, Any]:
+    """Prove production: identity, readiness and one generation on its host, then the greedy answers."""
+    waits = runner.experiment.waits
+    limit_s = runner.experiment.production.start_limit_s + waits.settle_s + LOCK_WAIT_S
+    if runner.document is None and runner.term is None:
+        # Nothing was ever held: production was never touched, and must only be seen to serve.
+        runner.document = document(
+            runner.experiment,
+            window=runner.window,
+            host=runner.experiment.production.host,
+            production=None,
+            log="/dev/null",
+        )
+    rows = _play(runner, step, limit_s)
+    runner.back_ns = runner.now()
+    _record(runner, "proved")
+    return {"proved": rows[0].get("observed", {}), "greedy": _greedy(runner)}
+
+
+def _greedy(runner: Runner) -> str:
+    """Compare production's greedy answers with the reference; a mismatch is asked again twice."""
+    reference = runner.reference
+    if reference is None:
+        return "not comparable: this window stopped before its reference"
+    if not reference:
+        return "not comparable: no greedy prompt agreed with itself on production"
+    base = runner.endpoint(None)
+    prompts = greedy_prompts(runner, base)
+    same = 0
+    for row in reference:
+        number = int(row["prompt"])
+        for turn in range(GREEDY_TRIES):
+            found = ask_greedy(
+                runner, base, number, prompts[number - 1], f"restore/{number}/{turn}/{runner.state.restorers}"
+            )
+            if found == row:
+                same += 1
+                break
+    if same < len(reference):
+        raise StepFailed(
+            f"production answers {same} of {len(reference)} greedy prompts as it did before the window: "
+            "what runs now is not what ran then"
+        )
+    return f"{same} of {len(reference)}"
+
+
+def _record(runner: Runner, state: str) -> None:
+    if runner.term is None:
+        return
+    for host in runner.experiment.hosts:
+        runner.play(host, [{"verb": "record", "state": state}], limit_s=30)
+
+
+def close(runner: Runner, step: Step) -> dict[str, Any]:
+    """Run the site's own last commands on production's host."""
+    host = runner.experiment.production.host
+    for argv in runner.experiment.site.close:
+        pending = runner.backend.command(host, argv, stdin=b"", mark=None)
+        reply = runner._await(pending, 90)
+        if reply.exit != 0:
+            shown = "its end was not seen" if reply.exit is None else f"exit {reply.exit}"
+            raise StepFailed(f"{host}: site.close: {argv[0]}: {shown}")
+    return {"commands": len(runner.experiment.site.close)}
+
+
+def look(runner: Runner, step: Step) -> dict[str, Any]:
+    """Find nothing of this window; what is found is ended and reported."""
+    found: dict[str, int] = {}
+    for host in runner.experiment.hosts:
+        marked = runner.call(host, "look", {"ports": [runner.experiment.production.port]})[-1]["marked"]
+        if marked:
+            found[host] = len(marked)
+            if runner.term is None:
+                raise StepFailed(
+                    f"{host}: pid {marked[0]['pid']} carries this window's mark, and it holds nothing there"
+                )
+            verb = {
+                "verb": "end",
+                "what": "window",
+                "limit_s": END_LIMIT_S,
+                "grace_s": runner.experiment.production.grace_s,
+                "memory": memory(runner.experiment),
+            }
+            runner.play(host, [verb], limit_s=END_LIMIT_S + MEMORY_LIMIT_S + LOCK_WAIT_S)
+    return {"found": found}
+
+
+def switch_off(runner: Runner, step: Step) -> dict[str, Any]:
+    runner.view.leave("armed")
+    if runner.term is None:
+        return {}
+    for host, declared in runner.experiment.hosts.items():
+        if declared.switch != "none":
+            runner.play(host, [{"verb": "off", "what": "switch"}], limit_s=LOCK_WAIT_S)
+    return {}
+
+
+def seal_and_release(runner: Runner, step: Step) -> dict[str, Any]:
+    """Close the evidence with its hashes, then release the HOLD. The ledger's last record is ``release.begin``."""
+    write_summary(runner, read=runner.state.complete, restored=runner.accepted is None)
+    runner.record("release.begin")
+    runner.view.leave(*list(runner.view.phases))
+    readers, runner.readers = runner.readers, {}
+    for reader in readers.values():
+        reader.close()
+    runner.store.close()
+    runner.seal = seal(runner.store)
+    if runner.term is None:
+        return {}
+    for host in runner.experiment.hosts:
+        verb = {"verb": "off", "what": "hold", "seal": runner.seal}
+        reply = runner._send(host, "play", {"verbs": [verb]}, LOCK_WAIT_S + 30)
+        if reply.exit != 0:
+            runner.progress.say(
+                f"  ! {host}: the HOLD was not released (exit {reply.exit}); production is proved. "
+                f"Type: fairtrial restore {runner.out}"
+            )
+    return {}
+
+
+def not_restored(runner: Runner, step: Step) -> dict[str, Any]:
+    """Production is not proved: keep the HOLD and the switches, say so everywhere, and what to type."""
+    try:
+        _record(runner, "down")
+        write_summary(runner, read=False, restored=False)
+    except (FairtrialError, Interrupted, HoldLost, OSError) as error:
+        runner.progress.say(f"  ! this could not be written down: {error}")
+    return {}
+
+
+def accepting(reason: str) -> dict[str, Callable[[Runner, Step], dict[str, Any]]]:
+    """The acts of a restore that a person vouches for: end the arms, start nothing, look at what serves."""
+
+    def nothing(runner: Runner, step: Step) -> dict[str, Any]:
+        return {"accepted": reason}
+
+    def observe(runner: Runner, step: Step) -> dict[str, Any]:
+        host = runner.experiment.production.host
+        found = look_at(runner, host)["ports"][str(runner.experiment.production.port)]["listeners"]
+        observed = [{"pid": process["pid"], "start": process["start"]} for process in found]
+        if runner.accepted is not None:
+            runner.accepted["observed"] = observed
+        return {"accepted": reason, "observed": observed}
+
+    return {"restore.start": nothing, "restore.prove": observe, "restore.close": nothing}
+
+
+ACTS = {
+    **FORWARD,
+    "restore.end": end,
+    "restore.start": start,
+    "restore.prove": prove,
+    "restore.close": close,
+    "look": look,
+    "switch.off": switch_off,
+    "seal": seal_and_release,
+    "release": seal_and_release,
+    "not restored": not_restored,
+}
+
+__all__ = ["ACTS", "DONE", "FENCE_LOST", "acquire"]
