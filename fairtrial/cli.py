@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--quick", action="store_true", help="tiny cells and short waits, about 20 s")
 
     dry = commands.add_parser("plan", help="dry: no command, no network, writes nothing")
-    dry.add_argument("experiment", type=Path, metavar="EXPERIMENT")
+    dry.add_argument("experiment", type=Path, metavar="EXPERIMENT", nargs="?")
     dry.add_argument("--json", action="store_true", help="one JSON document")
     dry.add_argument("--schema", action="store_true", help="print the JSON Schema of experiment files instead")
 
@@ -122,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FairtrialError as error:
         print(f"fairtrial: {error}", file=sys.stderr)
         return 4 if given.command in ("run", "demo", "restore") else 2
+    except KeyboardInterrupt:
+        print("fairtrial: interrupted outside a window: no window runs, nothing is held by it", file=sys.stderr)
+        return 3
     except BrokenPipeError:
         sys.stderr.close()
         return 0
@@ -133,6 +136,8 @@ def _dispatch(given: argparse.Namespace) -> int:
             if given.schema:
                 _print_json(schema())
                 return 0
+            if given.experiment is None:
+                raise Refused("plan needs an EXPERIMENT file (or --schema)")
             return _plan(given.experiment, given.json, None)
         case "register":
             path = conduct.register(given.experiment)

@@ -410,4 +410,4 @@ def stop(path: Path) -> int:
     return 0 if proved else 4
 
 
-__all__ = ["canonical", "open_experiment", "register", "restore", "run", "run_experiment", "stop", "Step"]
+__all__ = ["Step", "canonical", "open_experiment", "register", "restore", "run", "run_experiment", "stop"]

@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from fairtrial import conduct
 from fairtrial.canonical import canonical, sha256
@@ -108,16 +109,17 @@ def run(*, story: str, out: Path, port: int, keep: bool, quick: bool, progress: 
         raise Refused('the demo needs its extra: pip install "fairtrial[demo]"')
     window = experiment(story=story, port=port, quick=quick)
     _restore_dead_demo(lines)
-    production, ours = bring_up(port, quick, lines)
     code: int | None = None
+    ours = False
     try:
+        ours = bring_up(port, quick, lines)
         code = conduct.run_experiment(window, base=PACKAGE, out=out, progress=lines)
         return code
     finally:
         # What is not proved stays as it is, for a person to look at.
         if keep or code == 4:
             lines.say(f"production stays: 127.0.0.1:{port}")
-        elif ours or code is not None:
+        elif ours:
             end_production(port, lines)
 
 
@@ -149,8 +151,8 @@ def command(port: int, quick: bool) -> list[str]:
     ]
 
 
-def bring_up(port: int, quick: bool, lines: Progress) -> tuple[int, bool]:
-    """Start production, or use one that an earlier demo left; its pid, and whether this demo started it.
+def bring_up(port: int, quick: bool, lines: Progress) -> bool:
+    """Start production, or use one that an earlier demo left; whether production is a demo's now.
 
     Raises ``Refused`` when anything else listens on the port, or on the arms'.
     """
@@ -165,7 +167,7 @@ def bring_up(port: int, quick: bool, lines: Progress) -> tuple[int, bool]:
             )
         if listener["argv"] == argv:
             lines.say(f"an earlier demo left its production on port {port} (pid {listener['pid']}): using it")
-            return int(listener["pid"]), False
+            return True
         lines.say(f"an earlier demo left another production on port {port} (pid {listener['pid']}): ending it")
         end_production(port, lines)
     for listener in _listeners(port + 1):
@@ -189,7 +191,7 @@ def bring_up(port: int, quick: bool, lines: Progress) -> tuple[int, bool]:
         with socket.socket() as probe:
             probe.settimeout(1)
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return process.pid, True
+                return True
         time.sleep(0.05)
     raise Refused(f"production did not listen on port {port} within {START_LIMIT_S:g} s: {folder}/production.log")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fairtrial.canonical import canonical, sha256
+from fairtrial.client import Call
 from fairtrial.errors import Refused, StepFailed
 from fairtrial.experiment import Arm
 from fairtrial.guards import GIB, NS, Serving, evaluate
@@ -28,7 +29,6 @@ from fairtrial.measure import (
 )
 from fairtrial.restoration import document, generation, idle, memory
 from fairtrial.runner import Production, Runner
-from fairtrial.client import Call
 from fairtrial.summary import write_summary
 from fairtrial.window import Step
 
@@ -54,11 +54,11 @@ def preflight(runner: Runner, step: Step) -> dict[str, Any]:
     _sources_of_production(runner)
     runner.view.now_ns = runner.now()
     available_b = int(found["memory"]["available_b"])
-    floor_b = int(experiment.guards.memory_floor_gib * GIB)
+    floor_b = int(max(experiment.guards.memory_floor_gib, experiment.guards.memory_min_gib) * GIB)
     if available_b < floor_b:
         raise Refused(
-            f"{host}: MemAvailable is {available_b / GIB:.2f} GiB while production runs, the floor before an arm is "
-            f"{experiment.guards.memory_floor_gib:g} GiB"
+            f"{host}: MemAvailable is {available_b / GIB:.2f} GiB while production runs; a window needs "
+            f"{floor_b / GIB:g} GiB (guards.memory_floor_gib, guards.memory_min_gib)"
         )
     base = runner.endpoint(None)
     ready = runner.get(base, experiment.server.ready)
@@ -408,6 +408,7 @@ def wait_idle(runner: Runner, step: Step) -> dict[str, Any]:
         if now - began > waits.idle_limit_s * NS:
             raise StepFailed(f"production served somebody throughout {waits.idle_limit_s:g} s: choose a quieter time")
         runner.pause(min(0.25, waits.idle_s / 4))
+    runner.view.counts_demand, runner.view.demand_ns = not unseen, runner.now()
     runner.enter("idle")
     return {"demand": "unproved: production counts no requests" if unseen else "none"}
 
@@ -438,11 +439,11 @@ def stage(runner: Runner, step: Step) -> dict[str, Any]:
         overlay = runner.experiment.overlays[name]
         for file in overlay.files:
             path = f"{overlay.generated}/{name}/{file.target}"
-            found = runner.backend.get(host, path)
+            found = runner.fetch(host, path)
             if found is None:
-                runner.backend.put(host, path, (runner.base / file.source).read_bytes())
+                runner.put(host, path, (runner.base / file.source).read_bytes())
                 staged[name] = staged.get(name, 0) + 1
-                found = runner.backend.get(host, path) or b""
+                found = runner.fetch(host, path) or b""
             if sha256(found) != file.sha256:
                 raise StepFailed(
                     f"{host}: {path} is there and differs from the pinned {file.sha256[:12]}: it is never overwritten; "
@@ -584,7 +585,7 @@ def wait_ready(runner: Runner, arm: Arm) -> float:
 
 
 def _last_lines(runner: Runner, arm: Arm) -> str:
-    content = runner.backend.get(runner.experiment.production.host, arm_log(runner, arm)) or b""
+    content = runner.fetch(runner.experiment.production.host, arm_log(runner, arm)) or b""
     kept, _ = runner.screen.lines(runner.secrets.clean(content[-4000:].decode(errors="replace")))
     lines = [line for line in kept.splitlines() if line.strip()]
     return "its last line: " + lines[-1][:300] if lines else "it wrote nothing"
@@ -639,7 +640,7 @@ def _verify_tells(runner: Runner, arm: Arm) -> None:
     """A tell must be in the log of the arm that declares it, and in no other arm's."""
     if not any(other.tells for other in runner.experiment.arms):
         return
-    content = runner.backend.get(runner.experiment.production.host, arm_log(runner, arm)) or b""
+    content = runner.fetch(runner.experiment.production.host, arm_log(runner, arm)) or b""
     text = content.decode(errors="replace")
     own = {tell.log for tell in arm.tells}
     for pattern in sorted({tell.log for other in runner.experiment.arms for tell in other.tells}):
@@ -703,7 +704,7 @@ def checks(runner: Runner, step: Step) -> dict[str, Any]:
 def collect(runner: Runner, step: Step) -> dict[str, Any]:
     arm = runner.experiment.arm(step.arm or "")
     host = runner.experiment.production.host
-    content = runner.backend.get(host, arm_log(runner, arm)) or b""
+    content = runner.fetch(host, arm_log(runner, arm)) or b""
     kept, dropped = runner.screen.lines(runner.secrets.clean(content.decode(errors="replace")))
     runner.keep("write", f"arms/{arm.name}/server.log", kept.encode())
     return {"lines_dropped": dropped}

@@ -17,6 +17,11 @@ MIB = 1024**2
 NS = 1_000_000_000
 
 
+DEMAND_STALE_S = 5.0
+LEASE_STALE_S = 10.0
+"""How long after a renewal was due it may be unseen."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
     """A guard tripped: which, on what, and why (with value and limit)."""
@@ -42,7 +47,7 @@ class View:
     the number of the first sample of every host that was surely read in it.
     ``samples`` are the readers' last lines by host, ``sampled_ns`` when each arrived. ``renewed_ns`` is when the
     last renewal of each host's lease was seen written. ``demand`` is the server's own count of requests running
-    and waiting beyond ours: None where it gives none.
+    and waiting beyond ours, ``counts_demand`` whether it gives one at all.
     """
 
     now_ns: int = 0
@@ -58,6 +63,7 @@ class View:
     swap_at_ready_b: dict[str, int] = field(default_factory=dict)
     demand: int | None = None
     demand_ns: int = 0
+    counts_demand: bool = False
     demand_since_ns: int | None = None
 
     def enter(self, phase: str) -> None:
@@ -134,6 +140,9 @@ def _demand_production(view: View, host: str, experiment: Experiment) -> str | N
     reason = _strangers(view, host, view.production, "production's")
     if reason:
         return reason
+    age_s = (view.now_ns - view.demand_ns) / NS
+    if view.counts_demand and age_s > DEMAND_STALE_S:
+        return f"production's own counters on {host} were last read {age_s:.1f} s ago: unknown is not safe"
     if view.demand and view.demand_since_ns is not None and view.now_ns - view.demand_since_ns >= NS * 9 // 10:
         count = view.demand
         return f"somebody else's requests at production's port on {host}: {count} running or waiting beyond ours"
@@ -170,7 +179,7 @@ def _lease(view: View, host: str, experiment: Experiment) -> str | None:
     if host in view.lost:
         return f"the HOLD on {host} is no longer ours: {view.lost[host]}"
     age_s = (view.now_ns - view.renewed_ns.get(host, 0)) / NS
-    limit_s = max(10.0, experiment.waits.lease_s / 4 + 5) if experiment.waits.lease_s > 10 else experiment.waits.lease_s
+    limit_s = min(experiment.waits.lease_s, experiment.waits.lease_s / 4 + LEASE_STALE_S)
     if age_s > limit_s:
         return f"no renewal of the lease on {host} was seen written for {age_s:.1f} s, over {limit_s:g} s"
     return None

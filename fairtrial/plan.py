@@ -12,6 +12,7 @@ from fairtrial.decide import Complete, Do, Outcome, State, decide, fold
 from fairtrial.experiment import Arm, Experiment
 from fairtrial.guards import GUARDS
 from fairtrial.identity import mounts
+from fairtrial.rule import thresholds
 from fairtrial.window import Step, bounds, downtime_s, hold_s, steps
 
 SCHEMA = "fairtrial.plan/1"
@@ -49,6 +50,8 @@ def command_lines(experiment: Experiment, step: Step) -> list[str]:
             mode, _, verb = command.partition(" ")
             if mode == "play":
                 lines.append(f"{program} play {common} --term N   <- {verb}{_subject(experiment, step, verb)}")
+            elif mode == "get":
+                lines.append(f"{host}$ read {_read(experiment, host, step)}")
             elif mode == "put":
                 lines += [f"{host}$ write {path}" for path in _staged(experiment)]
             elif mode == "site.close":
@@ -70,6 +73,13 @@ def _subject(experiment: Experiment, step: Step, verb: str) -> str:
         "restore.start": " production's command",
         "look": " all of this window",
     }.get(step.name, "")
+
+
+def _read(experiment: Experiment, host: str, step: Step) -> str:
+    state = experiment.hosts[host].state
+    if step.arm:
+        return f"{state}/.log-{step.arm}"
+    return f"{state}/switch.log" if step.name == "switch.off" else "what it wrote, again"
 
 
 def _staged(experiment: Experiment) -> list[str]:
@@ -155,8 +165,6 @@ RULE = {
 
 def rule(experiment: Experiment) -> list[str]:
     """The registered rule, line by line, with its limits."""
-    from fairtrial.summary import thresholds
-
     limits = thresholds(experiment)
     values = {name: getattr(limits, name) for name in limits.__slots__}
     reading = experiment.reading

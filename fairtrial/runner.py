@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fairtrial import telemetry
 from fairtrial.backends import Backend, Channel, Pending, Reply
 from fairtrial.client import Call, Endpoint, Exchange
 from fairtrial.decide import Complete, Do, Finish, Outcome, State, Status, decide, fold
@@ -328,8 +329,10 @@ class Runner:
         self.view.sampled_ns[host] = self.now()
         available_b = int(sample["memory"]["available_b"])
         swap_b = int(sample["memory"]["swap_used_b"])
-        row = f"{self.backend.utc():.3f},{self.now()},{available_b},{swap_b},{' '.join(sorted(self.view.phases))}\n"
-        self.keep("append", f"telemetry/{host}.csv", row.encode())
+        name = f"telemetry/{host}.csv"
+        if not self.store.exists(name):
+            self.keep("append", name, telemetry.HEADER)
+        self.keep("append", name, telemetry.row(self.backend.utc(), sample, self.view))
         arm = self.step.arm or ("production" if "stopped" not in self.view.phases else None)
         if arm is not None:
             minima = self.minima.setdefault(arm, {})
@@ -391,7 +394,6 @@ class Runner:
         view = self.view
         found = counters(exchange.body.decode(errors="replace")) if exchange.status == 200 else None
         if found is None or found.running is None:
-            view.demand = None
             return
         view.demand = max(0, found.running + (found.waiting or 0) - ours)
         view.demand_ns = self.now()
@@ -416,8 +418,7 @@ class Runner:
         """
         verbs = [verb["verb"] for verb in payload.get("verbs", [])]
         for template in [f"play {verb}" for verb in verbs] if mode == "play" else [mode]:
-            if template not in self.step.commands and template != "play take":
-                raise StepFailed(f"{self.step.name}: the plan shows no {template!r} on {host}: it is not sent")
+            self._planned(host, template)
         if quiet:
             reply = self._send(host, mode, payload, limit_s)
         else:
@@ -488,6 +489,22 @@ class Runner:
     ) -> list[dict[str, Any]]:
         """Play verbs on a host under this actor's term."""
         return self.call(host, "play", {"verbs": list(verbs)}, limit_s=limit_s, quiet=quiet)
+
+    def fetch(self, host: str, path: str) -> bytes | None:
+        """Read a file of a host, as the plan shows; None where there is none."""
+        self._planned(host, "get")
+        return self.backend.get(host, path)
+
+    def put(self, host: str, path: str, content: bytes) -> None:
+        """Write a file on a host, as the plan shows."""
+        self._planned(host, "put")
+        self.record("command", n=0, host=host, mode="put", path=path)
+        self.backend.put(host, path, content)
+        self.record("reply", n=0, exit=0)
+
+    def _planned(self, host: str, template: str) -> None:
+        if template not in self.step.commands:
+            raise StepFailed(f"{self.step.name}: the plan shows no {template!r} on {host}: it is not sent")
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -610,4 +627,4 @@ def _place(error: Exception) -> str:
     return f"{type(error).__name__} at " + " > ".join(frames[-6:])
 
 
-__all__ = ["HoldLost", "Interrupted", "Prompts", "Production", "Runner", "EvidenceError"]
+__all__ = ["EvidenceError", "HoldLost", "Interrupted", "Production", "Prompts", "Runner"]

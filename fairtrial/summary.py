@@ -3,59 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import platform
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairtrial import __version__
+from fairtrial import __version__, rule
 from fairtrial.decide import State, Status, fold
 from fairtrial.errors import EvidenceError, ExperimentError
 from fairtrial.experiment import Experiment, parse
 from fairtrial.guards import NS
 from fairtrial.ledger import read as read_ledger
-from fairtrial.reading import MATCH_THRESHOLDS, Text, Thresholds, Verdict, match, none
 from fairtrial.store import Store
 
 if TYPE_CHECKING:
     from fairtrial.runner import Runner
 
 SCHEMA = "fairtrial.summary/1"
-
-
-def thresholds(experiment: Experiment) -> Thresholds:
-    """The registered limits: PF1's, with what the experiment sets."""
-    cell = next(cell for cell in experiment.protocol.cells if cell.name == experiment.reading.cell)
-    own: dict[str, Any] = {**experiment.reading.thresholds, "reps": cell.reps}
-    if experiment.checks is not None:
-        own["probe_tokens"] = experiment.checks.probe.tokens
-        own["greedy_total"] = experiment.checks.greedy.prompts
-    return Thresholds.of(MATCH_THRESHOLDS.as_json() | own)
-
-
-def read_rows(
-    experiment: Experiment, cells: Sequence[Mapping[str, Any]], checks: Mapping[str, list[Mapping[str, Any]] | None]
-) -> dict[str, Any]:
-    """Read cells and checks by the experiment's rule. Raises ``EvidenceError`` when they give no verdict."""
-    rule = experiment.reading
-    if rule.rule == "none":
-        cell = next(cell for cell in experiment.protocol.cells if cell.name == rule.cell)
-        reps = {arm.name: experiment.reps(arm, cell) for arm in experiment.arms}
-        return none(cells, arms=[arm.name for arm in experiment.arms], cell=rule.cell, reps=reps)
-    assert rule.off
-    assert rule.cause
-    assert rule.fix
-    texts = {Verdict(name): Text(meaning=text.meaning, next=text.next) for name, text in rule.texts.items()}
-    return match(
-        cells,
-        checks,
-        off=rule.off,
-        cause=rule.cause,
-        fix=rule.fix,
-        cell=rule.cell,
-        thresholds=thresholds(experiment),
-        texts=texts,
-    )
 
 
 def rows_of(
@@ -112,7 +77,7 @@ def read_again(store: Store) -> dict[str, Any]:
         where = f" (in {state.stop.step}: {state.stop.kind}: {state.stop.reason})" if state.stop else ""
         raise EvidenceError(f"no verdict: this window did not run to its reading{where}")
     cells, checks = rows_of(store, experiment)
-    return read_rows(experiment, cells, checks)
+    return rule.read(experiment, cells, checks)
 
 
 def summarise(
@@ -128,7 +93,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Compute the summary of a folder; it can be computed again from the rest of the evidence."""
     cells, checks = rows_of(store, experiment)
-    reading = read_rows(experiment, cells, checks) if read else None
+    reading = rule.read(experiment, cells, checks) if read else None
     return {
         "schema": SCHEMA,
         "experiment": experiment.name,
@@ -142,9 +107,18 @@ def summarise(
         "cells": cells,
         "checks": {arm: None if rows is None else len(rows) for arm, rows in checks.items()},
         "durations": {name: round(seconds, 3) for name, seconds in durations.items()},
-        "versions": {"fairtrial": __version__},
+        "versions": {"fairtrial": __version__, "python": platform.python_version(), "server": _server_version(store)},
         **extra,
     }
+
+
+def _server_version(store: Store) -> object:
+    """What production said of its version at the snapshot, or None."""
+    for name in store.names():
+        if name.startswith("snapshot/") and name.endswith(".json"):
+            reported = json.loads(store.read(name)).get("reported", {})
+            return next((value for path, value in sorted(reported.items()) if path.endswith("version")), None)
+    return None
 
 
 def write_summary(runner: Runner, *, read: bool, restored: bool = False) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fairtrial.errors import FairtrialError, StepFailed
 from fairtrial.evidence import seal
 from fairtrial.forward import ACTS as FORWARD
 from fairtrial.guards import NS
-from fairtrial.measure import ask_greedy, greedy_prompts
+from fairtrial.measure import ask_greedy, greedy_prompts, read_counters
 from fairtrial.restoration import END_LIMIT_S, MEMORY_LIMIT_S, document, memory
 from fairtrial.runner import FENCE_LOST, HoldLost, Interrupted, Runner
 from fairtrial.summary import write_summary
@@ -146,6 +146,10 @@ def _greedy(runner: Runner) -> str:
             if found == row:
                 same += 1
                 break
+    strangers = read_counters(runner, base)
+    if same < len(reference) and strangers is not None and (strangers.running or strangers.waiting):
+        # A batch with others may change an answer without any change of the server.
+        return f"not comparable: strangers are being served ({same} of {len(reference)} the same)"
     if same < len(reference):
         raise StepFailed(
             f"production answers {same} of {len(reference)} greedy prompts as it did before the window: "
@@ -201,6 +205,9 @@ def switch_off(runner: Runner, step: Step) -> dict[str, Any]:
         return {}
     for host, declared in runner.experiment.hosts.items():
         if declared.switch != "none":
+            written = runner.fetch(host, f"{declared.state}/switch.log")
+            if written:
+                runner.keep("write", f"switch/{host}.jsonl", runner.secrets.clean(written.decode()).encode())
             runner.play(host, [{"verb": "off", "what": "switch"}], limit_s=LOCK_WAIT_S)
     return {}
 

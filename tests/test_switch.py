@@ -22,9 +22,10 @@ import pytest
 
 from fairtrial.canonical import canonical, sha256
 from fairtrial.switch import bundle
+from fairtrial.switch.state import write_block
 
 Json = dict[str, Any]
-WINDOW = "w-1"
+WINDOW = f"test-switch-{os.getpid()}"
 PYTHON = [sys.executable, "-S", "-E"]
 PROGRAM = Path(__file__).parent.parent / "fairtrial" / "switch"
 
@@ -240,6 +241,12 @@ def answer(one: subprocess.Popen[bytes]) -> Json:
     return found
 
 
+def silent(one: subprocess.Popen[bytes], wait_s: float) -> bool:
+    """Whether a program says nothing for a while."""
+    assert one.stdout is not None
+    return not select.select([one.stdout], [], [], wait_s)[0]
+
+
 def say(one: subprocess.Popen[bytes], line: str) -> Json:
     """Send a line and return the answer."""
     assert one.stdin is not None
@@ -403,12 +410,15 @@ def test_a_folder_of_another_owner_is_refused(host: Host) -> None:
 
 
 def test_of_eight_openers_at_once_one_holds_and_the_others_name_it(host: Host) -> None:
-    openers = [host.open("hold", {"hold": host.record(f"w-{n}"), "lease_s": 30}, window=f"w-{n}") for n in range(8)]
+    openers = [
+        host.open("hold", {"hold": host.record(f"{WINDOW}-{n}"), "lease_s": 30}, window=f"{WINDOW}-{n}")
+        for n in range(8)
+    ]
     answers = [answer(one) for one in openers]
     held = [n for n, line in enumerate(answers) if line.get("held")]
     assert len(held) == 1
-    assert all(line["refused"]["window"] == f"w-{held[0]}" for line in answers if not line["ok"])
-    assert json.loads((host.state / "hold.json").read_text())["window"] == f"w-{held[0]}"
+    assert all(line["refused"]["window"] == f"{WINDOW}-{held[0]}" for line in answers if not line["ok"])
+    assert json.loads((host.state / "hold.json").read_text())["window"] == f"{WINDOW}-{held[0]}"
 
 
 def test_the_opener_renews_only_when_told_and_ends_with_its_input(host: Host) -> None:
@@ -418,7 +428,7 @@ def test_the_opener_renews_only_when_told_and_ends_with_its_input(host: Host) ->
     changed = (host.state / "lease").read_bytes()
     assert changed != block
     assert json.loads(changed[:-64])["deadline_ns"] == renewed
-    assert not select.select([opener.stdout], [], [], 0.3)[0]
+    assert silent(opener, 0.3)
     assert (host.state / "lease").read_bytes() == changed
     assert close(opener) == 0
     assert (host.state / "hold.json").exists()
@@ -440,6 +450,20 @@ def test_a_torn_lease_is_unreadable_and_its_term_may_be_taken(host: Host, damage
     lease.write_bytes(lease.read_bytes()[:300] if damage is None else damage)
     assert host.call("look", {})[1][0]["state"]["lease"]["readable"] is False
     assert host.one({"verb": "take", "from": 0, "actor": another()})["why"] == "it has no readable lease"
+
+
+@pytest.mark.parametrize(
+    "changed", [{"boot_id": "of another boot"}, {"deadline_ns": 1 << 62}, {"lease_s": 1e9, "deadline_ns": 1 << 58}]
+)
+def test_a_lease_of_another_boot_or_absurdly_long_has_run_out(host: Host, changed: Json) -> None:
+    host.hold(boot_id="of another machine")
+    lease = host.state / "lease"
+    value = json.loads(lease.read_bytes()[:-64])
+    with lease.open("r+b") as file:
+        write_block(file.fileno(), value | changed)
+    seen = host.call("look", {})[1][0]["state"]["lease"]
+    assert (seen["readable"], seen["live"]) == (True, False)
+    assert host.one({"verb": "take", "from": 0, "actor": another()})["why"] == "its lease has run out"
 
 
 def test_a_live_term_is_not_taken_except_by_its_own_actor_or_now(host: Host) -> None:
@@ -499,19 +523,48 @@ def test_renewals_and_takes_exclude_each_other(host: Host) -> None:
         opener.stdin.write(b"renew\n")
         opener.stdin.flush()
         taker = host.open("play", {"verbs": [{"verb": "take", "from": 0, "actor": another(), "now": True}]})
-        assert not select.select([opener.stdout, taker.stdout], [], [], 0.5)[0]
+        assert silent(opener, 0.3)
+        assert silent(taker, 0.3)
     assert answer(taker)["term"] == 1
     answer(opener)
     assert json.loads((host.state / "lease").read_bytes()[:-64])["term"] == 1
 
 
-def test_a_stopped_opener_that_keeps_the_lease_file_is_ended_by_who_takes_over(host: Host) -> None:
+def test_who_keeps_the_lease_file_for_ever_is_ended_by_who_takes_over(host: Host) -> None:
+    host.hold(boot_id="of another machine", lease_s=0.1)
+    stuck = host.folder / "stuck" / "host.pyz"
+    stuck.parent.mkdir()
+    stuck.write_text(
+        "import fcntl, sys, time\nfile = open(sys.argv[3] + '/lease')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\nprint(1, flush=True)\ntime.sleep(60)"
+    )
+    words = [*PYTHON, str(stuck), "renew", "--state", str(host.state), "--window", WINDOW]
+    keeper = subprocess.Popen(words, stdout=subprocess.PIPE)
+    host.opened.append(keeper)
+    answer(keeper)
+    assert host.one({"verb": "take", "from": 0, "actor": another()})["term"] == 1
+    assert keeper.wait(5) == -signal.SIGKILL
+
+
+def test_a_stopped_opener_that_wakes_after_a_takeover_has_lost(host: Host) -> None:
     opener = host.hold(lease_s=0.3)
     os.kill(opener.pid, signal.SIGSTOP)
+    assert opener.stdin is not None
+    opener.stdin.write(b"renew\n")
+    opener.stdin.flush()
     until(lambda: not host.call("look", {})[1][0]["state"]["lease"]["live"])
     assert host.one({"verb": "take", "from": 0, "actor": another()})["term"] == 1
     os.kill(opener.pid, signal.SIGCONT)
-    assert say(opener, "renew")["lost"] is True
+    assert answer(opener)["lost"] is True
+
+
+def test_a_taken_term_has_a_renewer_of_its_own(host: Host) -> None:
+    host.hold()
+    host.one({"verb": "take", "from": 0, "actor": another(), "now": True, "lease_s": 9})
+    renewer = host.open("renew", {"lease_s": 30}, term=1)
+    say(renewer, "renew")
+    assert host.call("look", {})[1][0]["state"]["lease"]["left_s"] > 20
+    assert close(renewer) == 0
 
 
 def test_changing_verbs_of_a_lost_term_change_nothing_and_exit_75(host: Host, port: int) -> None:
@@ -536,7 +589,7 @@ def test_changing_verbs_of_a_lost_term_change_nothing_and_exit_75(host: Host, po
 
 def test_another_windows_hold_is_no_fence_of_ours(host: Host) -> None:
     host.hold()
-    assert host.call("play", {"verbs": [END_WINDOW]}, window="w-2")[0] == 75
+    assert host.call("play", {"verbs": [END_WINDOW]}, window=f"{WINDOW}-2")[0] == 75
 
 
 # -- end -----------------------------------------------------------------------------------------------------------
@@ -612,24 +665,30 @@ def test_end_says_what_still_lives_when_its_limit_is_over(host: Host, port: int)
 
 
 def test_end_waits_until_the_memory_is_back(host: Host) -> None:
-    words = [*PYTHON, "-c", "x = bytearray(1100 << 20)\nprint(1, flush=True)\nwhile True: pass"]
-    words[-1] = words[-1].replace("while True: pass", "import time; time.sleep(60)")
-    hog = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        env=ENVIRON | {"FAIRTRIAL_WINDOW": WINDOW},
-        start_new_session=True,
-    )
-    host.opened.append(hog)
-    assert hog.stdout is not None
-    hog.stdout.readline()
+    words = [*PYTHON, "-c", "x = bytearray(64 << 20); print(1, flush=True); import time; time.sleep(60)"]
+    marked = ENVIRON | {"FAIRTRIAL_WINDOW": WINDOW}
     host.hold()
-    # others use this machine: what came back by itself is theirs to disturb, the floor is what lets it pass
-    rule = {"limit_s": 1, "still_s": 0.3, "still_b": 256 << 20, "floor_b": 1}
-    line = host.one(END_WINDOW | {"memory": rule})
-    assert line["held_b"] > 1 << 30
-    assert line["memory"]["waited_s"] >= 0.3
-    assert (line["memory"]["waited_s"] < 1) <= line["memory"]["back"]
+    # others use this machine: what comes back is theirs to disturb, so only the two ends of the floor are certain
+    rule = {"from_b": 32 << 20, "limit_s": 0.5, "still_s": 60}
+    for floor_b, status in ((1, 0), (1 << 60, 1)):
+        hog = subprocess.Popen(words, stdout=subprocess.PIPE, env=marked, start_new_session=True)
+        host.opened.append(hog)
+        answer(hog)
+        ended, lines = host.play(END_WINDOW | {"memory": rule | {"floor_b": floor_b}})
+        assert ended == status
+        assert lines[0]["memory"]["back"] is False
+        assert lines[0]["memory"]["waited_s"] > 0.5
+        assert lines[0].get("held_b", 64 << 20) >= 64 << 20
+        assert not runs(hog.pid)
+
+
+def test_end_steps_ends_an_opener_that_was_left_behind(host: Host) -> None:
+    opener, reader = host.hold(), host.open("read", {"watch": {}})
+    answer(reader)
+    os.kill(opener.pid, signal.SIGSTOP)
+    end = {"verb": "end", "what": "steps", "spare": [[reader.pid, start_of(reader.pid)]], "grace_s": 0.2}
+    assert [one["pid"] for one in host.one(end)["ended"]] == [opener.pid]
+    assert runs(reader.pid)
 
 
 # -- start and prove -----------------------------------------------------------------------------------------------
@@ -643,7 +702,7 @@ def test_an_arm_carries_the_mark_and_inherits_no_lock_no_descriptor_no_ignored_s
     assert f"FAIRTRIAL_WINDOW={WINDOW}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     assert os.getsid(pid) == pid
     links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    assert not [link for link in links if link.startswith(str(host.state)) or link.startswith("pipe:")]
+    assert not [link for link in links if link.startswith((str(host.state), "pipe:"))]
     with (host.state / "lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     ignored = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("SigIgn")]
@@ -693,7 +752,7 @@ def test_a_foreign_listener_is_named_and_a_restorer_waits_for_it(host: Host, por
     assert [one["pid"] for one in lines[0]["waiting_for"]] == [foreign.pid]
     host.one({"verb": "take", "from": 0, "actor": another(), "now": True})
     restorer = host.open("play", {"verbs": [host.server_of("production", port)]}, term=1)
-    assert not select.select([restorer.stdout], [], [], 0.5)[0]
+    assert silent(restorer, 0.5)
     with (host.state / "lock").open("r+b") as lock:
         until(lambda: not _taken(lock))
     foreign.kill()
@@ -902,7 +961,7 @@ def test_the_reader_samples_at_once_and_follows_what_is_watched(host: Host, port
 
 
 def served(host: Host) -> bool:
-    return host.last()["state"] == "served"
+    return bool(host.last()["state"] == "served")
 
 
 def test_an_unarmed_switch_does_nothing(host: Host, port: int) -> None:
@@ -1044,7 +1103,7 @@ def test_a_step_orphaned_in_the_middle_of_the_stop_cannot_start_the_arm(host: Ho
     assert orphan.wait(5) in (0, 75)
     assert listening(port)
     assert not listening(arm)
-    assert host.call("look", {})[1][0]["window_marked"] == []
+    assert host.call("look", {})[1][0]["marked"] == []
 
 
 def test_the_runner_killed_in_the_stop_itself_ends_with_production_served(host: Host, port: int) -> None:
@@ -1073,6 +1132,11 @@ def test_a_hold_that_is_gone_ends_the_switch(host: Host, port: int) -> None:
 # -- a full disk ---------------------------------------------------------------------------------------------------
 
 
+def fill(file: io.FileIO) -> None:
+    while True:
+        file.write(b"x" * 4096)
+
+
 def test_on_a_full_disk_the_switch_still_restores_and_says_so(host: Host, port: int) -> None:
     if os.geteuid() != 0:
         pytest.fail("this test mounts a small tmpfs: run it as root")
@@ -1082,10 +1146,8 @@ def test_on_a_full_disk_the_switch_still_restores_and_says_so(host: Host, port: 
         opener = host.hold(lease_s=1.0)
         pid = host.arm(host.restore(port))
         filler = host.state / "filler"
-        with pytest.raises(OSError, match="No space"), filler.open("wb") as file:
-            while True:
-                file.write(b"x" * 4096)
-                file.flush()
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            fill(file)
         assert say(opener, "renew")["renewed"]
         until(lambda: served(host))
         assert listening(port)

@@ -2,8 +2,8 @@
 
     convert.py FILE.gguf OUT
 
-OUT (which must not exist) gets ``config.json``, ``generation_config.json``, ``model.safetensors``, the tokenizer with
-its chat template, and ``SHA256SUMS`` of all of them, written last. Needs torch, transformers, gguf and accelerate.
+OUT (which must not exist) gets ``config.json``, ``generation_config.json``, ``model.safetensors``, the tokenizer
+with its chat template, and ``SHA256SUMS`` of all of them, written last. Needs torch, transformers, gguf and accelerate.
 Exit status 1 with one line where the file is not a Llama model or OUT is there.
 """
 
@@ -27,7 +27,7 @@ def convert(gguf: Path, out: Path) -> int:
     # A model loaded from GGUF counts as quantized and refuses to be saved: a fresh one takes its weights.
     quantized = {"quantization_config", "_name_or_path", "_model_name_or_path"}
     config = LlamaConfig(**{k: v for k, v in loaded.config.to_dict().items() if k not in quantized})
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain = type(loaded)(config)
     plain.load_state_dict({name: tensor.float() for name, tensor in loaded.state_dict().items()}, strict=True)
     plain.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .work/ beside this file: a venv with vLLM for the CPU, and SmolLM2-135M as float32 weights.
-# Run it again at any time: what is whole is kept, what is not is built anew. Needs Python 3.11, g++ and 6 GB of disk.
+# Run it again at any time: what is whole is kept, what is not is built anew.
+# Needs Linux on x86-64, Python 3.11, g++ and 6 GB of disk.
 #   PYTHON=python3.11   the interpreter to build the venv from
 set -euo pipefail
 
@@ -24,15 +25,17 @@ megabytes() { du -sm "$1" | cut -f1; }
 report() { printf '%-6s %4d s  %5d MB  %s\n' "$1" $((SECONDS - $2)) "$(megabytes "$3")" "${3#"$here"/}"; }
 keep() { printf '%-6s   kept  %5d MB  %s\n' "$1" "$(megabytes "$2")" "${2#"$here"/}"; }
 
-# Built to its end, and every file that an installed package lists is there, in its listed size.
+# Built to its end, and every file that an installed package lists is there, in its listed size (bytecode may change).
 venv_is_whole() {
   [ "$(cat "$venv/.recipe" 2>/dev/null)" = "$recipe" ] && "$venv/bin/python" - <<'PY'
 import os, sys
 from importlib.metadata import distributions
-sys.exit(any(
-    file.size is not None and (not os.path.isfile(path := file.locate()) or os.stat(path).st_size != file.size)
-    for package in distributions() for file in package.files or ()
-))
+for package in distributions():
+    for file in package.files or ():
+        if file.size is None or file.suffix == ".pyc":
+            continue
+        if not os.path.isfile(path := file.locate()) or os.stat(path).st_size != file.size:
+            sys.exit(1)
 PY
 }
 

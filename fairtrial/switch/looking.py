@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from . import procs
 from .procs import Stat
-from .state import Failed, Json, State, boot_id, boottime_ns, hostname, read_block
+from .state import Failed, Json, Lease, State, boot_id, boottime_ns, hostname, read_block
 
 Emit = Callable[[Json], None]
 
@@ -44,34 +44,49 @@ def _shown(found: Iterable[Stat]) -> list[Json]:
 
 def stand(state: State) -> Json:
     """Return what the files of a state folder say."""
+    nothing: Json = {
+        "exists": True,
+        "trusted": False,
+        "why": None,
+        "hold": None,
+        "terms": [],
+        "newest": None,
+        "lease": _lease(None),
+        "start": None,
+        "last": None,
+        "switch": {"beat_age_s": None, "armed": False, "alive": False, "pid": None},
+        "restore_sha256": None,
+        "locked": False,
+    }
     try:
         why = state.distrust()
     except FileNotFoundError:
-        return {"exists": False, "trusted": False, "why": None, "hold": None, "terms": [], "newest": None}
+        return nothing | {"exists": False}
     if why is not None:
-        return {"exists": True, "trusted": False, "why": why, "hold": None, "terms": [], "newest": None}
+        return nothing | {"why": why}
     newest = state.newest()
-    lease = state.lease()
-    return {
-        "exists": True,
+    return nothing | {
         "trusted": True,
-        "why": None,
         "hold": state.read(newest[1]) if newest else None,
         "terms": [term for term, _ in state.terms()],
         "newest": {"term": newest[0], "name": newest[1], "age_s": _age_s(state.path(newest[1]))} if newest else None,
-        "lease": {
-            "readable": lease is not None,
-            "term": lease.term if lease else None,
-            "live": lease.live if lease else False,
-            "left_s": round(lease.left_s, 3) if lease else None,
-            "lease_s": lease.lease_s if lease else None,
-            "actor": lease.actor if lease else None,
-        },
+        "lease": _lease(state.lease()),
         "start": state.read("start.json"),
         "last": state.read("last.json"),
         "switch": _switch(state),
         "restore_sha256": _sha256(state.path("restore.json")),
         "locked": bool(procs.lockers(state.path("lock"))),
+    }
+
+
+def _lease(lease: Lease | None) -> Json:
+    return {
+        "readable": lease is not None,
+        "term": lease.term if lease else None,
+        "live": lease.live if lease else False,
+        "left_s": round(lease.left_s, 3) if lease else None,
+        "lease_s": lease.lease_s if lease else None,
+        "actor": lease.actor if lease else None,
     }
 
 

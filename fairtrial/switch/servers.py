@@ -19,15 +19,16 @@ GIB = 1 << 30
 def end(actor: Actor, args: Json) -> Json:
     """End processes with all that they lead, prove them gone, the port free and the memory back.
 
-    ``args``: ``what`` "window" (everything with this window's mark, or whose arguments fit ``patterns``) or
-    "processes" (``processes`` [[pid, start], ...]); ``spare`` [[pid, start], ...]; ``grace_s`` from SIGTERM to SIGKILL;
-    ``limit_s`` (at most 90: the lock is held); ``port`` that must be free after; ``idle`` looked at just before the
-    first signal; ``memory`` {floor_b, limit_s, still_s, still_b}, waited for without the lock.
+    ``args``: ``what`` "window" (everything with this window's mark, or whose arguments fit ``patterns``), "processes"
+    (``processes`` [[pid, start], ...]) or "steps" (this window's openers, readers and plays); ``spare`` [[pid, start],
+    ...]; ``grace_s`` from SIGTERM to SIGKILL; ``limit_s`` (at most 90: the lock is held); ``port`` that must be free
+    after; ``idle`` {port, path, names} looked at just before the first signal; ``memory`` {from_b, floor_b, limit_s,
+    still_s, still_b}, waited for without the lock, where what was ended held ``from_b`` (1 GiB) or more.
     """
     before = procs.memory()["available_b"]
     with actor.locked():
         began = time.monotonic()
-        find = _finder(args, actor.state.window)
+        find = _finder(args, actor.state.folder, actor.state.window)
         found = find()
         held = procs.held_b(found.values())
         ended = [procs.shown(one) for one in found.values()]
@@ -49,27 +50,37 @@ def end(actor: Actor, args: Json) -> Json:
             listeners=others,
             **result,
         )
-    if args.get("memory") and held >= GIB:
-        result["memory"] = _memory_back(actor, args["memory"], before, held)
+    rule = args.get("memory")
+    if rule and held >= int(rule.get("from_b", GIB)):
+        result["memory"] = _memory_back(actor, rule, before, held)
     return result | ({"unwritten": unwritten} if unwritten else {})
 
 
-def _finder(args: Json, window: str) -> Callable[[], dict[int, Stat]]:
+def _finder(args: Json, folder: str, window: str) -> Callable[[], dict[int, Stat]]:
     what = args.get("what")
-    if what not in ("window", "processes"):
-        raise Usage('end: what must be "window" or "processes"')
+    if what not in ("window", "processes", "steps"):
+        raise Usage('end: what must be "window", "processes" or "steps"')
     spare = {(pid, start) for pid, start in args.get("spare") or []}
     listed = {(pid, start) for pid, start in args.get("processes") or []}
     seen: set[Key] = set(listed)
 
     def find() -> dict[int, Stat]:
         running = procs.table()
+        if what == "steps":
+            return _steps(folder, window, spare, running)
         if what == "window":
             found = procs.marked(window, args.get("patterns") or [])
             seen.update(one.key for one in found.values())
         return _targets(seen, spare, running)
 
     return find
+
+
+def _steps(folder: str, window: str, spare: set[Key], running: dict[int, Stat]) -> dict[int, Stat]:
+    above = procs.ancestors()
+    found = [one for one in procs.steps(folder) if one["mode"] != "switch" and one["window"] == window]
+    keys = {(one["pid"], one["start"]) for one in found if one["pid"] not in above} - spare
+    return {pid: running[pid] for pid, start in keys if pid in running and running[pid].start == start}
 
 
 def _targets(seen: set[Key], spare: set[Key], running: dict[int, Stat]) -> dict[int, Stat]:

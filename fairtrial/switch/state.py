@@ -20,7 +20,7 @@ BLOCK = 512
 YOUNG_S = 10.0
 LEASE_S = 120.0
 LONGEST_LEASE_S = 3600.0
-LEASE_LOCK_S = 5.0
+LEASE_LOCK_S = 3.0
 FINISHED = ("served", "down", "proved", "released")
 STATES = ("held", "restoring", "served", "proved", "down", "released")
 TERM_FILE = re.compile(r"term-([1-9][0-9]*)\.json\Z")
@@ -277,7 +277,7 @@ class State:
         """Hold the flock on the lease file, and yield its descriptor.
 
         ``guard`` raises where the lease must not be made again; ``blocked`` is called once when another process has
-        kept the flock for 5 s, and the wait starts anew. Raises ``Failed`` when that does not help.
+        kept the flock for 3 s, and the wait starts anew. Raises ``Failed`` when that does not help.
         """
         until = time.monotonic() + LEASE_LOCK_S
         while True:
