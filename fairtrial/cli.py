@@ -172,7 +172,7 @@ def _dispatch(given: argparse.Namespace) -> int:
             if given.json:
                 _print_json(reading)
             else:
-                print(screen(given.dir), end="")
+                print(screen(given.dir, reading) or f"VERDICT  {reading['verdict'] or 'none due'}\n", end="")
             return 0 if reading["verdict"] is not None or reading.get("speed") is None else 1
         case "verify":
             return _verify(given.dir, given.seal)

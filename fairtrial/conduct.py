@@ -19,17 +19,17 @@ from fairtrial import __version__, undo
 from fairtrial import plan as dry
 from fairtrial.backends import Local
 from fairtrial.canonical import canonical, sha256
-from fairtrial.decide import State, Status
+from fairtrial.decide import State, Status, Stop
 from fairtrial.errors import EvidenceError, Refused, StepFailed, Superseded
-from fairtrial.evidence import next_restore, unseal
+from fairtrial.evidence import SUMS, next_restore, unseal
 from fairtrial.experiment import Experiment, load
 from fairtrial.ledger import NAME as LEDGER
 from fairtrial.ledger import Ledger, utc_text
 from fairtrial.progress import Lines, Progress
 from fairtrial.restoration import document
-from fairtrial.runner import Runner
+from fairtrial.runner import Interrupted, Runner
 from fairtrial.secrets import Secrets
-from fairtrial.store import Directory
+from fairtrial.store import Directory, report_unwritten
 from fairtrial.summary import load_evidence
 from fairtrial.switch import bundle
 from fairtrial.window import Step, bounds, hold_s, steps
@@ -196,6 +196,7 @@ def run_experiment(
         actor=runner.actor,
         version=__version__,
     )
+    store.anchor(LEDGER)
     try:
         code = runner.run()
     except Refused:
@@ -236,9 +237,18 @@ def _report(runner: Runner, code: int) -> int:
     elif code == 3 and stop is not None and "hold" in runner.state.begun:
         print(f"fairtrial: stopped in {stop.step} ({stop.kind}): {stop.reason}", file=sys.stderr)
         print("fairtrial: production is proved to be back", file=sys.stderr)
+        print(f"fairtrial: next: {_next(runner, stop)}", file=sys.stderr)
     if runner.seal is not None:
         print(f"fairtrial: evidence {runner.out}, seal {runner.seal}", file=sys.stderr)
     return code
+
+
+def _next(runner: Runner, stop: Stop) -> str:
+    arm = next((step.arm for step in runner.steps if step.name == stop.step), None)
+    log = f"arms/{arm}/server.log"
+    seen = f"look into {runner.out / log}, mend" if runner.store.exists(log) else "mend"
+    cause = "if that was not meant, " if stop.kind == "signal" else f"{seen} the cause, then "
+    return f"{cause}run the window again into a new folder; its completed cells are in {runner.out}/summary.json"
 
 
 def _unproved(runner: Runner) -> str:
@@ -253,9 +263,11 @@ def _superseded(runner: Runner, reason: str) -> int:
     deadline = time.monotonic() + undo.longest_restore_s(runner)
     while time.monotonic() < deadline:
         last = undo.look_at(runner, host)["state"].get("last") or {}
-        if last.get("window") == runner.window and last.get("state") in ("released", "served"):
-            print(f"fairtrial: production on {host}: {last['state']} by {last.get('actor')}", file=sys.stderr)
-            return 3
+        if last.get("window") == runner.window and last.get("state") in ("released", "served", "down"):
+            who = last.get("actor") or {}
+            told = f"{last['state']} by {who.get('kind', '?')} (pid {who.get('pid', '?')})"
+            print(f"fairtrial: production on {host}: {told}", file=sys.stderr)
+            return 4 if last["state"] == "down" else 3
         time.sleep(POLL_S)
     return 4
 
@@ -297,23 +309,30 @@ def restore(path: Path, *, now: bool = False, accept: str | None = None, progres
             print("fairtrial: this window was released before: nothing was touched", file=sys.stderr)
             return 0
         _refuse_live(runner, records, now=now)
-        try:
-            undo.acquire(runner, now=now)
-        except StepFailed as error:
-            raise Refused(str(error)) from None
-        if _released_before(runner, state):
-            print("fairtrial: another restorer proved and released it", file=sys.stderr)
-            return 0
-        return _restore(runner, store, records, state, accept)
+        with runner.heeding_signals():
+            try:
+                undo.acquire(runner, now=now)
+            except StepFailed as error:
+                raise Refused(str(error)) from None
+            except Interrupted as error:
+                raise Refused(f"{error}: while another actor's restore was waited for; it goes on") from None
+            if _released_before(runner, state):
+                print("fairtrial: another restorer proved and released it", file=sys.stderr)
+                return 0
+            return _restore(runner, store, records, state, accept)
 
 
 def _restore(
     runner: Runner, store: Directory, records: Sequence[Mapping[str, Any]], state: State, accept: str | None
 ) -> int:
-    # A runner that still lives (stopped, cut off) keeps the old file open: its records can no longer land here.
-    store.write(LEDGER, store.read(LEDGER))
     number = next_restore(store)
-    unseal(store, number)
+    try:
+        # A runner that still lives (stopped, cut off) knows the old file: nothing of it can land here any more.
+        store.write(LEDGER, store.read(LEDGER))
+        unseal(store, number)
+    except OSError as error:
+        report_unwritten(f"{LEDGER}, {SUMS}: taken over as they are", error)
+    store.anchor(LEDGER)
     runner.ledger = Ledger.open(store, runner.backend, lenient=True)
     runner.resume(runner.ledger.records)
     runner.accepted = {"by": runner.actor["owner"], "reason": accept} if accept is not None else None
@@ -332,7 +351,7 @@ def _restore(
     try:
         code = runner.run()
     except Superseded as error:
-        return _superseded(runner, str(error))
+        return 0 if _superseded(runner, str(error)) == 3 else 4
     if code != 4:
         print("fairtrial: " + ("accepted" if accept else "production is proved to be back"), file=sys.stderr)
         _report(runner, 0)
@@ -369,8 +388,9 @@ def _refuse_live(runner: Runner, records: Sequence[Mapping[str, Any]], *, now: b
         lease = state.get("lease") or {}
         if newest.get("term") == 0 and lease.get("live") and _alive(hold) and not now:
             raise Refused(
-                f"{host}: its runner lives (pid {hold.get('pid')} on {hold.get('control_host')}, {hold.get('owner')}), and its "
-                f"lease runs for {float(lease.get('left_s') or 0):.0f} s more: fairtrial stop {runner.out}, or --now to take over"
+                f"{host}: its runner lives (pid {hold.get('pid')} on {hold.get('control_host')}, {hold.get('owner')}), "
+                f"and its lease runs for {float(lease.get('left_s') or 0):.0f} s more: "
+                f"fairtrial stop {runner.out}, or --now to take over"
             )
 
 
@@ -400,7 +420,8 @@ def stop(path: Path) -> int:
         raise Refused(f"{path}: this window has ended and was released")
     if not _alive(owner):
         raise Refused(f"{path}: its runner (pid {owner.get('pid', '?')}) does not run here: fairtrial restore {path}")
-    (out / STOP).touch(mode=0o600)
+    if state.status is not Status.RESTORING:
+        (out / STOP).touch(mode=0o600)
     print(f"fairtrial: asked pid {owner['pid']} to stop; waiting for its restore", file=sys.stderr)
     while _alive(owner):
         time.sleep(POLL_S)

@@ -99,7 +99,11 @@ def fold(records: Iterable[Mapping[str, Any]], state: State | None = None) -> St
     """Fold records into a state. Raises ``EvidenceError`` for a record that cannot follow."""
     state = state or State()
     for record in records:
-        state = _step(state, record)
+        try:
+            state = _step(state, record)
+        except (KeyError, ValueError) as error:
+            where = f"ledger.jsonl: record {record.get('seq', state.records)}"
+            raise EvidenceError(f"{where}: {record.get('kind')!r} lacks or does not know {error}") from None
     return state
 
 

@@ -31,7 +31,7 @@ LABEL = "FAIRTRIAL_DEMO"
 """The variable that marks a production which a demo brought up."""
 
 STATE = "FAIRTRIAL_STATE"
-"""The variable that names another state folder for the demo and ``fairtrial status``, so that tests hold nobody's host."""
+"""The variable that names another state folder for the demo and ``fairtrial status``: a test holds nobody's host."""
 
 MAX_MODEL_LEN = 262144
 START_LIMIT_S = 20.0

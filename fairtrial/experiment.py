@@ -12,10 +12,11 @@ from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import tomllib
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from fairtrial.canonical import canonical, sha256
 from fairtrial.errors import ExperimentError, Fault
+from fairtrial.reading.thresholds import MATCH_THRESHOLDS, Thresholds
 
 SCHEMA = "fairtrial.experiment/1"
 
@@ -60,6 +61,12 @@ class Server(Part):
     counters_wait_s: Annotated[float, Field(ge=0)] = 2.0
     """How long a finished request may take to show in the server's counters."""
 
+    @field_validator("metrics", "context_argument", mode="before")
+    @classmethod
+    def _without(cls, value: object) -> object:
+        """``false`` says that there is none: TOML has no null."""
+        return None if value is False else value
+
 
 class Production(Part):
     """The service that runs when no window does."""
@@ -100,12 +107,12 @@ class Tell(Part):
 
 
 class Arm(Part):
-    """Production plus declared differences, nothing else. ``null`` takes an argument or a variable away."""
+    """Production plus declared differences, nothing else. ``false`` takes an argument or a variable away."""
 
     name: Name
     port: Port
     arguments: dict[str, str | bool | None] = {}
-    environment: dict[str, str | None] = {}
+    environment: dict[str, str | Literal[False] | None] = {}
     overlay: str | None = None
     checks: tuple[Literal["a", "aa", "b"], ...] = ()
     """The logit slots that this arm's checks fill; empty: the arm has no checks."""
@@ -286,8 +293,10 @@ def load(content: bytes, *, file: str) -> Experiment:
         raw = tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ExperimentError(file, [Fault(key="(file)", message=f"is not UTF-8: {error}")]) from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ExperimentError(file, [Fault(key="(file)", message=f"is not TOML: {error}")]) from None
+    except RecursionError:
+        raise ExperimentError(file, [Fault(key="(file)", message="is nested too deeply")]) from None
     return parse(raw, file=file)
 
 
@@ -295,7 +304,7 @@ def parse(raw: Mapping[str, Any], *, file: str) -> Experiment:
     """Read an experiment from a value (TOML or JSON). Raises ``ExperimentError`` as ``load`` does."""
     try:
         content = canonical(dict(raw))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         fault = Fault(key="(file)", message=f"holds a value that JSON cannot: {error}")
         raise ExperimentError(file, [fault]) from None
     faults: list[Fault] = []
@@ -369,6 +378,10 @@ def _across_overlays(arms: tuple[Arm, ...], overlays: dict[str, Overlay], server
         targets = [file.target for file in overlay.files]
         for target in sorted({target for target in targets if targets.count(target) > 1}):
             yield Fault(key=f"overlays.{name}.files", message=f"{target!r} is there twice")
+        for number, target in enumerate(targets):
+            if not {"", ".", ".."}.isdisjoint(target.removeprefix("/").split("/")):
+                message = f"must name a file inside the overlay's own folder (given: {target!r})"
+                yield Fault(key=f"overlays.{name}.files.{number}.target", message=message)
 
 
 def _across_server(server: Server) -> Iterator[Fault]:
@@ -400,6 +413,11 @@ def _across_reading(reading: Reading, arms: tuple[Arm, ...], protocol: Protocol)
     for name, value in reading.thresholds.items():
         if not Decimal(str(value)).is_finite() or value <= 0:
             yield Fault(key=f"reading.thresholds.{name}", message=f"must be above 0 (given: {value})")
+        elif name in THRESHOLDS:
+            try:
+                Thresholds.of(MATCH_THRESHOLDS.as_json() | {name: value})
+            except (ValueError, OverflowError) as error:
+                yield Fault(key=f"reading.thresholds.{name}", message=f"{error} (given: {value})")
     names = [arm.name for arm in arms]
     if reading.rule == "none":
         return
@@ -436,6 +454,13 @@ def _across_checks(checks: Checks | None, arms: tuple[Arm, ...]) -> Iterator[Fau
         yield Fault(key="checks.greedy", message="a pinned prompt file needs both file and sha256")
 
 
+def _across_greedy(checks: Checks | None, reading: Reading) -> Iterator[Fault]:
+    total = reading.thresholds.get("greedy_total")
+    if checks is not None and total is not None and total != checks.greedy.prompts:
+        message = f"is {total}, but checks.greedy has {checks.greedy.prompts} prompts"
+        yield Fault(key="reading.thresholds.greedy_total", message=message)
+
+
 def _across_bounds(bounds: Bounds) -> Iterator[Fault]:
     if bounds.submit_min and bounds.abort_min and bounds.submit_min >= bounds.abort_min:
         yield Fault(key="bounds.abort_min", message="must be later than bounds.submit_min")
@@ -455,6 +480,7 @@ _CHECKS: tuple[tuple[str, Any], ...] = (
     ("protocol", _across_protocol),
     ("reading arms protocol", _across_reading),
     ("checks arms", _across_checks),
+    ("checks reading", _across_greedy),
     ("bounds", _across_bounds),
     ("site", _across_site),
 )

@@ -67,7 +67,17 @@ def preflight(runner: Runner, step: Step) -> dict[str, Any]:
             f"production does not answer http://{base.host}:{base.port}{experiment.server.ready} with 200 "
             f"({ready.fault or ready.status}): it must serve before a window"
         )
-    proved: dict[str, Any] = {"counters": read_counters(runner, base) is not None}
+    found_counters = read_counters(runner, base)
+    if experiment.server.metrics is not None and (
+        found_counters is None or found_counters.running is None or found_counters.waiting is None
+    ):
+        # The host program looks at them under its lock before it stops production, and would not stop it.
+        raise Refused(
+            f"http://{base.host}:{base.port}{experiment.server.metrics} does not count production's running and "
+            "waiting requests: name the path that does (server.metrics), or say that there is none: "
+            "server.metrics = false"
+        )
+    proved: dict[str, Any] = {"counters": found_counters is not None}
     try:
         row = identity_row(runner, base)
         proved["identity"] = {key: row[key] for key in ("model", "fingerprint")}
@@ -78,7 +88,7 @@ def preflight(runner: Runner, step: Step) -> dict[str, Any]:
             )
         _short_cell(runner)
         if experiment.checks is not None and any(arm.checks for arm in experiment.arms):
-            judge_probe(runner, ask_probe(runner, base, "preflight"))
+            judge_probe(runner, ask_probe(runner, base, f"preflight/{runner.window}"))
     except StepFailed as error:
         raise Refused(f"production cannot do what the protocol needs: {error}") from None
     return proved
@@ -90,11 +100,13 @@ def _short_cell(runner: Runner) -> None:
 
     experiment = runner.experiment
     low = experiment.protocol.token_ids[0]
+    ids = [low + number % 2 for number in range(16)]
+    runner.screen.learn_ids(ids)
     body = completion(
         model=experiment.server.model,
-        prompt_ids=[low + number % 2 for number in range(16)],
+        prompt_ids=ids,
         max_tokens=2,
-        salt=salt(experiment.protocol.seed, "preflight"),
+        salt=salt(experiment.protocol.seed, f"preflight/{runner.window}"),
         ignore_eos=True,
     )
     call = Call(
@@ -112,7 +124,10 @@ def _overlay_sources(runner: Runner) -> None:
             except OSError as error:
                 raise Refused(f"overlays.{name}: {path}: {error.strerror}") from None
             if found != file.sha256:
-                raise Refused(f"overlays.{name}: {path} has SHA-256 {found}, pinned is {file.sha256}")
+                raise Refused(
+                    f"overlays.{name}: {path} has SHA-256 {found}, pinned is {file.sha256}: build it anew, or pin "
+                    "what it is"
+                )
 
 
 def _look(runner: Runner, host: str) -> dict[str, Any]:
@@ -135,8 +150,11 @@ def _ask_host(runner: Runner, host: str, found: Mapping[str, Any]) -> None:
             f"(since {owner.get('since', '?')}, pid {owner.get('pid', '?')} on {owner.get('control_host', '?')}, for: "
             f"{owner.get('purpose', '?')}). If that runner is gone: fairtrial restore {owner.get('out', 'DIR')}"
         )
-    if found.get("window_marked"):
-        process = found["window_marked"][0]
+    serving = {listener["pid"] for port in found["ports"].values() for listener in port["listeners"]}
+    for process in found.get("window_marked", []):
+        # what is marked and serves on none of our ports may be a live window of another state folder
+        if process["pid"] not in serving:
+            continue
         raise Refused(
             f"{host}: pid {process['pid']} carries a window's mark ({MARK}): an earlier window was not released; "
             "fairtrial restore its folder first"
@@ -155,9 +173,10 @@ def _ask_host(runner: Runner, host: str, found: Mapping[str, Any]) -> None:
         if arm.port == production.port:
             continue
         for process in found["ports"][str(arm.port)]["listeners"]:
+            name = " ".join(runner.secrets.argv(process["argv"])[:3])[:60]
             raise Refused(
                 f"{host}: arm {arm.name}'s port {arm.port} is in use by pid {process['pid']} "
-                f"({' '.join(process['argv'][:3])[:60]}): end it, or give the arm another port"
+                f"({name}): end it, or give the arm another port"
             )
 
 
@@ -175,8 +194,9 @@ def read_production(runner: Runner) -> Production:
     )
     if found["pgid"] != found["pid"]:
         raise Refused(
-            f"{host}: pid {found['pid']} listens on port {port}, but is not the head of its process group: what started "
-            "it is not known well enough to start it again (start production with setsid, without a wrapper that stays)"
+            f"{host}: pid {found['pid']} listens on port {port}, but is not the head of its process group: what "
+            "started it is not known well enough to start it again "
+            "(start production with setsid, without a wrapper that stays)"
         )
     if MARK in identity.environ:
         raise Refused(
@@ -189,7 +209,7 @@ def read_production(runner: Runner) -> Production:
         start=found["start"],
         tree=[(process["pid"], process["start"]) for process in found["tree"]],
         log=found.get("stdout") or "/dev/null",
-        held_b=int(found["rss_total_b"]),
+        held_b=int(found["held_b"]),
         boot_id=looked["host"]["boot_id"],
         kernel=looked["host"]["kernel"],
     )
@@ -267,6 +287,8 @@ def hold(runner: Runner, step: Step) -> dict[str, Any]:
         runner.view.renewed_ns[host] = runner.now()
         reader = runner.backend.channel(host, [*runner.backend.program(host), *runner.arguments(host, "read")])
         runner.readers[host] = reader
+        # The copy in the state folder is compiled: a command starts in half the time.
+        runner.installed[host] = f"{experiment.hosts[host].state}/host.pyz"
     runner.term = 0
     runner.watch()
     deadline = runner.now() + 5 * NS
@@ -343,6 +365,7 @@ def snapshot(runner: Runner, step: Step) -> dict[str, Any]:
         production=production.identity,
         log=production.log,
         held_b=production.held_b,
+        was=production.tree,
     )
     return {"pid": production.pid, "held_b": production.held_b}
 
@@ -380,12 +403,13 @@ def switch(runner: Runner, step: Step) -> dict[str, Any]:
         if answered.get("nonce") != nonce:
             raise StepFailed(f"{host}: the dead-man's switch did not answer: production is not stopped without it")
         armed.append(host)
+    runner.watch()
     deadline = runner.now() + 5 * NS
     while runner.now() < deadline:
         states = [(runner.view.samples[host].get("switch") or {}) for host in armed]
         if all(state.get("alive") and state.get("armed") for state in states):
             break
-        runner.pause(0.05)
+        runner.pause(0.02)
     runner.enter("armed")
     return {"armed": armed}
 
@@ -421,7 +445,7 @@ def reference(runner: Runner, step: Step) -> dict[str, Any]:
     rows = []
     prompts = greedy_prompts(runner, base)
     for number, ids in enumerate(prompts, start=1):
-        first, second = (ask_greedy(runner, base, number, ids, f"reference/{number}/{turn}") for turn in (1, 2))
+        first, second = (ask_greedy(runner, base, number, ids, f"reference/{runner.window}/{number}/{turn}") for turn in (1, 2))
         if first == second:
             rows.append(first)
     runner.reference = rows
@@ -574,7 +598,8 @@ def wait_ready(runner: Runner, arm: Arm) -> float:
             raise StepFailed(f"arm {arm.name} died at its start: {_last_lines(runner, arm)}")
         if runner.now() - began > limit_s * NS:
             raise StepFailed(
-                f"arm {arm.name} was not ready within {limit_s:g} s (production.start_limit_s): {_last_lines(runner, arm)}"
+                f"arm {arm.name} was not ready within {limit_s:g} s (production.start_limit_s): "
+                f"{_last_lines(runner, arm)}"
             )
         runner.pause(0.1)
     one = generation(experiment)

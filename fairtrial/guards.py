@@ -97,8 +97,20 @@ class Guard:
     sampled: bool = True
 
 
+def _bytes(memory: Mapping[str, Any], name: str) -> int:
+    value = memory[name]
+    if not isinstance(value, int):
+        raise TypeError(f"a whole number of bytes as {name}")
+    return value
+
+
+def _port(view: View, host: str, port: int) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = view.samples[host]["ports"][str(port)]
+    return found
+
+
 def _memory(view: View, host: str, experiment: Experiment) -> str | None:
-    available = view.samples[host]["memory"]["available_b"]
+    available = _bytes(view.samples[host]["memory"], "available_b")
     limit = experiment.guards.memory_min_gib * GIB
     if available < limit:
         return f"MemAvailable on {host} is {available / GIB:.2f} GiB, under {experiment.guards.memory_min_gib:g} GiB"
@@ -106,7 +118,7 @@ def _memory(view: View, host: str, experiment: Experiment) -> str | None:
 
 
 def _swap(view: View, host: str, experiment: Experiment) -> str | None:
-    growth = view.samples[host]["memory"]["swap_used_b"] - view.swap_at_ready_b[host]
+    growth = _bytes(view.samples[host]["memory"], "swap_used_b") - view.swap_at_ready_b[host]
     if growth > experiment.guards.swap_growth_max_mib * MIB:
         limit = experiment.guards.swap_growth_max_mib
         return f"used swap on {host} grew by {growth / MIB:.0f} MiB since the arm was ready, over {limit:g} MiB"
@@ -116,8 +128,7 @@ def _swap(view: View, host: str, experiment: Experiment) -> str | None:
 def _strangers(view: View, host: str, serving: Serving | None, what: str) -> str | None:
     if serving is None:
         return None
-    port = view.samples[host]["ports"].get(str(serving.port), {})
-    for listener in port.get("listeners", []):
+    for listener in _port(view, host, serving.port)["listeners"]:
         if serving.pid not in (listener["pid"], listener["pgid"], listener["sid"]):
             return f"pid {listener['pid']} ({_name(listener)}) listens on {what} port {serving.port} on {host}"
     return None
@@ -129,7 +140,7 @@ def _demand_arm(view: View, host: str, experiment: Experiment) -> str | None:
     reason = _strangers(view, host, view.arm, "the arm's")
     if reason:
         return reason
-    for peer in view.samples[host]["ports"].get(str(view.arm.port), {}).get("peers", []):
+    for peer in _port(view, host, view.arm.port)["peers"]:
         if peer["remote_port"] not in view.own_ports:
             who = f" (pid {peer['pid']})" if peer.get("pid") else ""
             return f"{peer['remote']}:{peer['remote_port']} talks to the arm's port {view.arm.port} on {host}{who}"
@@ -151,7 +162,7 @@ def _demand_production(view: View, host: str, experiment: Experiment) -> str | N
 
 def _alone(view: View, host: str, experiment: Experiment) -> str | None:
     port = experiment.production.port
-    listeners = view.samples[host]["ports"].get(str(port), {}).get("listeners", [])
+    listeners = _port(view, host, port)["listeners"]
     arm = view.arm.pid if view.arm else None
     for listener in listeners:
         if arm is None or arm not in (listener["pid"], listener["pgid"], listener["sid"]):
@@ -165,8 +176,8 @@ def _alone(view: View, host: str, experiment: Experiment) -> str | None:
 def _server(view: View, host: str, experiment: Experiment) -> str | None:
     if view.arm is None:
         return None
-    process = view.samples[host].get("processes", {}).get(str(view.arm.pid))
-    if process is not None and not (process["alive"] and process["start_ok"]):
+    process = view.samples[host]["processes"][str(view.arm.pid)]
+    if not (process["alive"] and process["start_ok"]):
         return f"the arm's process {view.arm.pid} on {host} is gone"
     return None
 
@@ -178,7 +189,7 @@ def _stop_file(view: View, host: str, experiment: Experiment) -> str | None:
 def _lease(view: View, host: str, experiment: Experiment) -> str | None:
     if host in view.lost:
         return f"the HOLD on {host} is no longer ours: {view.lost[host]}"
-    age_s = (view.now_ns - view.renewed_ns.get(host, 0)) / NS
+    age_s = (view.now_ns - view.renewed_ns[host]) / NS
     limit_s = min(experiment.waits.lease_s, experiment.waits.lease_s / 4 + LEASE_STALE_S)
     if age_s > limit_s:
         return f"no renewal of the lease on {host} was seen written for {age_s:.1f} s, over {limit_s:g} s"
@@ -192,7 +203,7 @@ def _switch(view: View, host: str, experiment: Experiment) -> str | None:
     if not switch.get("alive"):
         return f"the dead-man's switch on {host} does not run"
     age_s = switch.get("beat_age_s")
-    if age_s is None or age_s > 15:
+    if age_s is None or not age_s <= 15:
         return f"the dead-man's switch on {host} has not beaten for {age_s if age_s is not None else 'ever'} s"
     if not switch.get("armed"):
         return f"the dead-man's switch on {host} is not armed"
@@ -282,9 +293,9 @@ def evaluate(view: View, experiment: Experiment) -> list[Trip]:
                     reason = f"{host} was last read {shown}, over {guard.stale_s:g} s: unknown is not safe"
                     trips.append(Trip(guard=guard.name, reason=reason))
                     continue
-                if int(view.samples[host].get("seq", 0)) < view.phases[guard.phase].get(host, 0):
-                    continue
             try:
+                if guard.sampled and view.samples[host]["seq"] < view.phases[guard.phase].get(host, 0):
+                    continue
                 reason_ = guard.check(view, host, experiment)
             except (KeyError, TypeError) as error:
                 reason_ = f"the reading of {host} lacks {error}: unknown is not safe"

@@ -78,7 +78,8 @@ def change(argv: Sequence[str], name: str, value: str | bool | None) -> tuple[st
     if value is True:
         words.append(name)
     elif value is not None and value is not False:
-        words += [name, value]
+        # What begins with a dash would be read as an option of its own.
+        words += [f"{name}={value}"] if value.startswith("-") and not _NUMBER.match(value) else [name, value]
     return tuple(words)
 
 
@@ -102,7 +103,7 @@ def expected(production: Identity, experiment: Experiment, arm: Arm, window: str
         argv = (*argv, experiment.server.mount_argument.format(target=target, source=source))
     environ = {**production.environ, MARK: window}
     for name, setting in arm.environment.items():
-        if setting is None:
+        if setting is None or setting is False:
             environ.pop(name, None)
         else:
             environ[name] = setting

@@ -54,8 +54,6 @@ def greedy_prompts(runner: Runner, base: Endpoint) -> list[list[int]]:
     else:
         texts = greedy_texts(runner)
         found = [tokenize(runner, base, text) for text in texts]
-        for text in texts:
-            runner.screen.learn_text(text)
     for ids in found:
         runner.screen.learn_ids(ids)
     runner.prompts.greedy = found
@@ -84,6 +82,7 @@ def greedy_texts(runner: Runner) -> list[str]:
 
 def tokenize(runner: Runner, base: Endpoint, text: str) -> list[int]:
     """A text's token ids by the server's own tokenizer. Raises ``StepFailed`` when it gives none."""
+    runner.screen.learn_text(text)
     body = canonical({"model": runner.experiment.server.model, "prompt": text})
     exchange = runner.wait(Call(base=base, path=runner.experiment.server.tokenize, body=body, limit_s=30))
     try:
@@ -146,7 +145,7 @@ def served(runner: Runner, base: Endpoint, before: Counters | None) -> tuple[str
 
 
 def cold(runner: Runner, what: str, cached: int | None, before: Counters | None, after: Counters | None) -> str:
-    """``proved`` when a witness says 0 and none says more; else ``unproved``. Raises ``StepFailed`` when one says more."""
+    """``proved``: a witness says 0 and none says more; else ``unproved``. Raises ``StepFailed`` when one says more."""
     witnesses = [cached]
     if before is not None and after is not None:
         for name in ("prefix_hits", "external_hits"):
@@ -204,7 +203,6 @@ def run_cell(runner: Runner, arm: Arm, cell: Cell, rep: int) -> dict[str, Any]:
         prompt_tokens=len(prompt),
         body_sha256=sha256(body),
     )
-    learn(runner, exchange)
     complete(runner, what, exchange, cell.prompt_tokens, cell.output_tokens)
     measured = exchange.measured
     assert measured is not None
@@ -257,7 +255,6 @@ def ask_greedy(runner: Runner, base: Endpoint, number: int, ids: list[int], salt
         purpose=what,
         body_sha256=sha256(body),
     )
-    learn(runner, exchange)
     complete(runner, what, exchange, len(ids), None)
     measured = exchange.measured
     assert measured is not None
@@ -293,7 +290,6 @@ def ask_probe(runner: Runner, base: Endpoint, slot: str) -> dict[str, Any]:
         purpose=what,
         body_sha256=sha256(body),
     )
-    learn(runner, exchange)
     complete(runner, what, exchange, len(ids), 1)
     answer = exchange.answer
     assert answer is not None
@@ -324,6 +320,7 @@ def run_checks(runner: Runner, arm: Arm) -> list[dict[str, Any]]:
 def identity_row(runner: Runner, base: Endpoint) -> dict[str, Any]:
     """What a server says of itself in one short answer: model, fingerprint, counts."""
     low = runner.experiment.protocol.token_ids[0]
+    runner.screen.learn_ids([low] * 8)
     body = canonical(
         completion(
             model=runner.experiment.server.model,
@@ -348,17 +345,6 @@ def identity_row(runner: Runner, base: Endpoint) -> dict[str, Any]:
         "prompt_tokens": answer.prompt_tokens,
         "cached_tokens": answer.cached_tokens,
     }
-
-
-def learn(runner: Runner, exchange: Exchange) -> None:
-    """Let the screen know what was received, so that no kept line holds it."""
-    answer = exchange.measured or exchange.answer
-    if answer is None:
-        return
-    if answer.text:
-        runner.screen.learn_text(answer.text)
-    if answer.token_ids:
-        runner.screen.learn_ids(list(answer.token_ids))
 
 
 def judge_probe(runner: Runner, row: Mapping[str, Any]) -> None:

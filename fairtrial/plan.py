@@ -64,9 +64,10 @@ def command_lines(experiment: Experiment, step: Step) -> list[str]:
 def _subject(experiment: Experiment, step: Step, verb: str) -> str:
     if step.verb == "start" and step.arm:
         first = experiment.arms[0].name == step.arm
+        declared = differences(experiment, experiment.arm(step.arm)) or "no difference"
         return {
             "end": " production" if first else " the arm before",
-            "start": f" production's command with {differences(experiment, experiment.arm(step.arm)) or 'no difference'}",
+            "start": f" production's command with {declared}",
         }.get(verb, "")
     return {
         "restore.end": " all of this window",
@@ -99,7 +100,7 @@ def differences(experiment: Experiment, arm: Arm) -> str:
     for name, value in arm.arguments.items():
         found.append(f"{name} {'removed' if value in (None, False) else '' if value is True else value}".strip())
     for name, setting in arm.environment.items():
-        found.append(f"{name} removed" if setting is None else f"{name}={setting}")
+        found.append(f"{name} removed" if setting in (None, False) else f"{name}={setting}")
     count = len(mounts(experiment, arm, ""))
     if count:
         overlay = experiment.overlays[arm.overlay or ""]
@@ -155,7 +156,8 @@ RULE = {
         "AMBIGUOUS    an arm's spread over {spread_max:.1%}",
         "CAUSE_NOT_REPRODUCED   a {cause} rep over {speedup_max:g} x {off}",
         "REFUTED      both {fix} reps at least {refute_min:g} x {off}",
-        "CONFIRMED    both {fix} reps within {band:.1%} of {cause} and at most {speedup_max:g} x {off}, both checks pass",
+        "CONFIRMED    both {fix} reps within {band:.1%} of {cause} and at most {speedup_max:g} x {off}, "
+        "both checks pass",
         "AMBIGUOUS    else",
         "logit floor  KL({off} a || {fix} b) <= max({kl_min:g}, {kl_floor_multiple:g} x KL(a || aa)), "
         "common mass >= {mass_min:g}, top {top_n}",
@@ -212,8 +214,8 @@ def text(experiment: Experiment, max_downtime_min: float | None = None) -> str:
             )
         else:
             lines.append(
-                f"  {host}: dead-man's switch as a detached process: it restores when the runner no longer can; it does "
-                "not outlive its own death or a reboot: if both die, production stays down until fairtrial restore"
+                f"  {host}: dead-man's switch as a detached process: it restores when the runner no longer can; it "
+                "does not outlive its own death or a reboot: if both die, production stays down until fairtrial restore"
             )
     return "\n".join(lines) + "\n"
 

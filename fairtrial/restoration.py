@@ -6,7 +6,7 @@ The document is compiled once, at step ``switch``, and lies on the host as ``res
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fairtrial.experiment import Experiment
@@ -60,9 +60,11 @@ def document(
     production: Identity | None,
     log: str,
     held_b: int = 0,
+    was: Sequence[tuple[int, int]] = (),
 ) -> Mapping[str, Any]:
     """Compile the restore of one host.
 
+    ``was``: the processes that served before, pid and start time: what a broken stop left of them is ended first.
     ``production`` None (nothing is known but that it serves): prove readiness and one generation only.
     """
     serving: dict[str, Any] = {"host": experiment.production.address, "port": experiment.production.port}
@@ -85,6 +87,8 @@ def document(
         **serving,
         "log": log,
         "limit_s": experiment.production.start_limit_s,
+        "was": [[pid, begun] for pid, begun in was],
+        "grace_s": experiment.production.grace_s,
     }
     prove = {
         "verb": "prove",

@@ -11,7 +11,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,7 +22,7 @@ from fairtrial import telemetry
 from fairtrial.backends import Backend, Channel, Pending, Reply
 from fairtrial.client import Call, Endpoint, Exchange
 from fairtrial.decide import Complete, Do, Finish, Outcome, State, Status, decide, fold
-from fairtrial.errors import EvidenceError, FairtrialError, Refused, StepFailed
+from fairtrial.errors import EvidenceError, FairtrialError, Refused, StepFailed, Superseded
 from fairtrial.evidence import Commands
 from fairtrial.experiment import Arm, Experiment
 from fairtrial.guards import NS, View, evaluate, headroom
@@ -35,6 +36,8 @@ from fairtrial.window import Bounds, Step, bounds, steps
 TICK_S = 0.05
 COMMAND_LIMIT_S = 30.0
 FENCE_LOST = 75
+BODY_LEARNT_B = 65536
+"""How much of an error's body the screen of the kept lines learns."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -125,6 +128,7 @@ class Runner:
         self.reference: list[dict[str, Any]] | None = None
         self.openers: dict[str, Channel] = {}
         self.readers: dict[str, Channel] = {}
+        self.installed: dict[str, str] = {}
         self.held_ns: int | None = None
         self.down_ns: int | None = None
         self.back_ns: int | None = None
@@ -151,20 +155,28 @@ class Runner:
 
     def run(self) -> int:
         """Run to the end and return the exit status: 0, 2 (as ``Refused``), 3 or 4."""
+        with self.heeding_signals():
+            try:
+                while True:
+                    match decide(self.steps, self.state):
+                        case Do(step=step):
+                            self._perform(step)
+                        case Complete():
+                            self._completed()
+                        case Finish() as end:
+                            return self._finish(end)
+            finally:
+                self._close_channels()
+
+    @contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Let a signal be one more cause that the next tick finds, instead of the end of this process."""
         previous = {number: signal.signal(number, self._signalled) for number in SIGNALS}
         try:
-            while True:
-                match decide(self.steps, self.state):
-                    case Do(step=step):
-                        self._perform(step)
-                    case Complete():
-                        self.record("complete")
-                    case Finish() as end:
-                        return self._finish(end)
+            yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            self._close_channels()
 
     def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Fold the records of an earlier runner: this actor goes on from there."""
@@ -180,10 +192,10 @@ class Runner:
     def restoring(self) -> bool:
         return self.state.status in (Status.RESTORING, Status.RELEASED)
 
-    def record(self, kind: str, **fields: Any) -> None:
-        """Write a record down, durably, and fold it."""
+    def record(self, kind: str, *, lenient: bool = False, **fields: Any) -> None:
+        """Write a record down, durably, and fold it. ``lenient``: one that cannot be written is said, and folded."""
         self._stay_owner()
-        self.ledger.lenient = self.commands.lenient = self.restoring or kind == "stop"
+        self.ledger.lenient = self.commands.lenient = lenient or self.restoring or kind == "stop"
         record = self.ledger.append(kind, **fields)
         self.state = fold([record], self.state)
 
@@ -193,7 +205,11 @@ class Runner:
             self.acts[step.name](self, step)
             return
         began_ns = self.backend.monotonic_ns()
-        self.record("begin", step=step.name)
+        try:
+            self.record("begin", step=step.name)
+        except OSError as error:
+            self._stop(step, "failed", self._unwritten(error))
+            return
         self.progress.begin(step, self.elapsed_s())
         outcome, stop, observed = Outcome.OK, None, None
         try:
@@ -208,21 +224,52 @@ class Runner:
         except HoldLost as error:
             self.view.lost[error.host] = error.reason
             outcome, stop = Outcome.UNKNOWN, ("hold lost", str(error))
+        except Superseded:
+            raise
         except FairtrialError as error:
             outcome, stop = Outcome.FAILED, ("failed", str(error))
+        except OSError as error:
+            outcome, stop = Outcome.UNKNOWN, ("failed", self._unwritten(error))
         except Exception as error:
             # A fault of ours must restore like any other; its message may hold a body, its place cannot.
             outcome, stop = Outcome.UNKNOWN, ("internal error", _place(error))
+        if stop and step.arm and not self.restoring:
+            self._keep_log(step)
         seconds = (self.backend.monotonic_ns() - began_ns) / NS
         self.durations[step.name] = self.durations.get(step.name, 0.0) + seconds
-        reason = {"reason": stop[1]} if stop else {}
-        self.record(
-            "end", step=step.name, outcome=outcome, seconds=round(seconds, 3), observed=observed or {}, **reason
-        )
+        ended: dict[str, Any] = {"step": step.name, "outcome": outcome, "seconds": round(seconds, 3)}
+        ended |= {"observed": observed or {}}
+        if stop:
+            ended["reason"] = stop[1]
+        try:
+            self.record("end", **ended)
+        except OSError as error:
+            stop = stop or ("failed", self._unwritten(error))
+            self.record("end", lenient=True, **{**ended, "reason": stop[1]})
         self.progress.end(step, outcome, seconds, headroom(self.view, self.experiment))
         if stop:
-            self.progress.say(f"  ! {step.name}: {stop[0]}: {stop[1]}")
-            self.record("stop", step=step.name, cause=stop[0], reason=stop[1])
+            self._stop(step, *stop)
+
+    def _completed(self) -> None:
+        try:
+            self.record("complete")
+        except OSError as error:
+            self._stop(self.step, "failed", self._unwritten(error))
+
+    def _stop(self, step: Step, cause: str, reason: str) -> None:
+        self.progress.say(f"  ! {step.name}: {cause}: {reason}")
+        self.record("stop", step=step.name, cause=cause, reason=reason)
+
+    def _unwritten(self, error: OSError) -> str:
+        shown = error.strerror or type(error).__name__
+        return f"the evidence cannot be written: {shown}: free space below {self.out}, then run it again"
+
+    def _keep_log(self, step: Step) -> None:
+        """Keep the log of an arm that is given up, as ``collect`` would: it may be all that says why."""
+        try:
+            self.acts["collect"](self, step)
+        except (FairtrialError, OSError, Interrupted) as error:
+            self.progress.say(f"  ! {step.arm}: its log was not kept: {error}")
 
     def _finish(self, end: Finish) -> int:
         if not end.touched:
@@ -317,8 +364,12 @@ class Runner:
     def _drain_opener(self, host: str, opener: Channel) -> None:
         for line in opener.lines():
             answer = _json(line) or {}
-            if answer.get("renewed") and self._sent_ns.get(host):
-                self.view.renewed_ns[host] = self._sent_ns[host].pop(0)
+            if "renewed" in answer and self._sent_ns.get(host):
+                sent_ns = self._sent_ns[host].pop(0)
+                if answer["renewed"]:
+                    self.view.renewed_ns[host] = sent_ns
+                else:
+                    self.progress.say(f"  ! {host}: {answer.get('message', 'a renewal was not written')}")
             elif answer.get("lost"):
                 self.view.lost[host] = str(answer.get("message") or "another actor took the next term")
             elif answer.get("ok") is False:
@@ -328,7 +379,13 @@ class Runner:
         self.view.samples[host] = sample
         self.view.sampled_ns[host] = self.now()
         available_b = int(sample["memory"]["available_b"])
-        swap_b = int(sample["memory"]["swap_used_b"])
+        try:
+            self._keep_sample(host, sample, available_b)
+        except StepFailed as error:
+            # Raised here it would leave a command or a request alone that is under way.
+            self._interrupt = self._interrupt or Interrupted("failed", str(error))
+
+    def _keep_sample(self, host: str, sample: Mapping[str, Any], available_b: int) -> None:
         name = f"telemetry/{host}.csv"
         if not self.store.exists(name):
             self.keep("append", name, telemetry.HEADER)
@@ -347,7 +404,8 @@ class Runner:
         except OSError as error:
             if not self.restoring:
                 raise StepFailed(
-                    f"evidence: {name} cannot be written: {error.strerror}: free space below {self.out}"
+                    f"evidence: {name} cannot be written: {error.strerror}: free space below {self.out}, "
+                    "then run it again"
                 ) from None
             print(f"fairtrial: {name} cannot be written: {error.strerror}", file=sys.stderr)
 
@@ -392,7 +450,10 @@ class Runner:
         from fairtrial.client import counters
 
         view = self.view
-        found = counters(exchange.body.decode(errors="replace")) if exchange.status == 200 else None
+        try:
+            found = counters(exchange.body.decode(errors="replace")) if exchange.status == 200 else None
+        except EvidenceError:
+            found = None
         if found is None or found.running is None:
             return
         view.demand = max(0, found.running + (found.waiting or 0) - ours)
@@ -433,7 +494,7 @@ class Runner:
                     self.secrets.learn(row["environ"], row["argv"])
             self.commands.keep(
                 " ".join([mode, *verbs]),
-                argv=[*self.backend.program(host), *self.arguments(host, mode)],
+                argv=[*self.backend.program(host, self.installed.get(host)), *self.arguments(host, mode)],
                 host=host,
                 start_utc_s=began,
                 end_utc_s=self.backend.utc(),
@@ -459,7 +520,7 @@ class Runner:
 
     def _send(self, host: str, mode: str, payload: Mapping[str, Any], limit_s: float) -> Reply:
         """Run the host program to its end; what interrupts is kept until then, and a changing command is let finish."""
-        argv = [*self.backend.program(host), *self.arguments(host, mode)]
+        argv = [*self.backend.program(host, self.installed.get(host)), *self.arguments(host, mode)]
         mark = self.window if mode == "play" else None
         outer, self._in_command = self._in_command, True
         try:
@@ -524,7 +585,7 @@ class Runner:
         try:
             exchange = self.wait(call)
         except Interrupted as stop:
-            self.record("response", n=number, fault=f"cancelled: {stop.kind}")
+            self.record("response", lenient=True, n=number, fault=f"cancelled: {stop.kind}")
             raise
         finally:
             self.ours_in_flight -= 1
@@ -546,6 +607,7 @@ class Runner:
             exchange = request.poll(TICK_S)
             self._own(request.local_port)
             if exchange is not None:
+                self._learn(exchange)
                 return exchange
             try:
                 self.tick()
@@ -553,8 +615,20 @@ class Runner:
                 closing_ns = self.now()
                 request.close()
                 request.poll(1.0)
-                self.record("noted", what="closed", reason="trip to closed connection", ns=self.now() - closing_ns)
+                took_ns = self.now() - closing_ns
+                self.record("noted", lenient=True, what="closed", reason="trip to closed connection", ns=took_ns)
                 raise
+
+    def _learn(self, exchange: Exchange) -> None:
+        """Let the screen know what a completion answered, whole or not, so that no kept line holds it."""
+        answer = exchange.measured or exchange.answer
+        if answer is not None:
+            self.screen.learn_text(answer.text)
+            self.screen.learn_ids(answer.token_ids or ())
+        if exchange.measured is not None:
+            self.screen.learn_text(exchange.measured.unread)
+        if exchange.fault is not None:
+            self.screen.learn_text(exchange.body[:BODY_LEARNT_B].decode(errors="replace"))
 
     def get(self, base: Endpoint, path: str, *, limit_s: float = 5.0) -> Exchange:
         """GET a path that changes nothing: readiness, version, counters."""

@@ -36,7 +36,8 @@ def _host(state: Path) -> list[str]:
     if last:
         kind = (last.get("actor") or {}).get("kind", "?")
         lines.append(
-            f"  last: window {last.get('window')} {last.get('state')} since {last.get('since')} (term {last.get('term')}, {kind})"
+            f"  last: window {last.get('window')} {last.get('state')} since {last.get('since')} "
+            f"(term {last.get('term')}, {kind})"
         )
         if last.get("state") == "down":
             lines.append(f"  PRODUCTION IS DOWN: fairtrial restore {last.get('out')}")

@@ -68,6 +68,7 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptors: dict[str, int] = {}
+        self._anchor: tuple[Path, os.stat_result] | None = None
 
     @classmethod
     def create(cls, path: Path) -> Self:
@@ -97,12 +98,19 @@ class Directory:
             raise Refused(f"{path}: no such folder; name the OUT folder of a window")
         return cls(path)
 
+    def anchor(self, name: str) -> None:
+        """From now on change nothing once this file is replaced by another's: ``Superseded`` is raised instead."""
+        path = self._file(name)
+        self._anchor = (path, path.stat())
+
     def write(self, name: str, content: bytes) -> None:
+        self._stay_owner()
         path = self._writable(name)
         self._close(name)
         self._spending_reserve(lambda: self._replace(path, content))
 
     def append(self, name: str, content: bytes) -> None:
+        self._stay_owner()
         path = self._writable(name)
         self._spending_reserve(lambda: self._extend(name, path, content))
 
@@ -122,12 +130,14 @@ class Directory:
             return False
 
     def remove(self, name: str) -> None:
+        self._stay_owner()
         path = self._file(name)
         self._close(name)
         path.unlink()
         _sync_folder(path.parent)
 
     def truncate(self, name: str, size_bytes: int) -> None:
+        self._stay_owner()
         descriptor = os.open(self._file(name), os.O_WRONLY | os.O_NOFOLLOW)
         try:
             os.ftruncate(descriptor, size_bytes)
@@ -142,6 +152,12 @@ class Directory:
     def close(self) -> None:
         for name in list(self._descriptors):
             self._close(name)
+
+    def _stay_owner(self) -> None:
+        if self._anchor is not None:
+            path, opened = self._anchor
+            if not os.path.samestat(opened, path.stat()):
+                raise Superseded(f"{path} was replaced by another restorer, which owns this window now")
 
     def _file(self, name: str) -> Path:
         if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):

@@ -59,6 +59,8 @@ class Measured:
     answer_sha256: str
     token_ids: tuple[int, ...] | None = field(repr=False)
     text: str = field(repr=False)
+    unread: str = field(repr=False, default="")
+    """The event that broke the stream, as it came: no part of the answer, and never kept."""
 
     @property
     def content_events(self) -> int:
@@ -116,6 +118,7 @@ class Stream:
         self._finish_reason: str | None = None
         self._done_ns: int | None = None
         self._broken: str | None = None
+        self._event = b""
 
     @property
     def broken(self) -> str | None:
@@ -171,6 +174,7 @@ class Stream:
             answer_sha256=answer_hash(text, token_ids),
             token_ids=token_ids,
             text=text,
+            unread=self._event.decode(errors="replace") if self._broken else "",
         )
 
     def _missing(self) -> str | None:
@@ -194,7 +198,7 @@ class Stream:
             self._held += len(line)
 
     def _dispatch(self, at_ns: int, *, cut: str | None = None) -> None:
-        content = b"\n".join(self._payload).strip()
+        content = self._event = b"\n".join(self._payload).strip()
         self._payload, self._held = [], 0
         if not content:
             return

@@ -104,7 +104,7 @@ def summarise(
         "verdict": reading["verdict"] if reading else None,
         "reading": reading,
         "stop": state.stop.dump() if state.stop else None,
-        "cells": cells,
+        "cells": [{key: value for key, value in row.items() if key != "content_ns"} for row in cells],
         "checks": {arm: None if rows is None else len(rows) for arm, rows in checks.items()},
         "durations": {name: round(seconds, 3) for name, seconds in durations.items()},
         "versions": {"fairtrial": __version__, "python": platform.python_version(), "server": _server_version(store)},

@@ -6,19 +6,22 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fairtrial.errors import FairtrialError, StepFailed
+from fairtrial.errors import FairtrialError, StepFailed, Superseded
 from fairtrial.evidence import seal
 from fairtrial.forward import ACTS as FORWARD
 from fairtrial.guards import NS
 from fairtrial.measure import ask_greedy, greedy_prompts, read_counters
 from fairtrial.restoration import END_LIMIT_S, MEMORY_LIMIT_S, document, memory
 from fairtrial.runner import FENCE_LOST, HoldLost, Interrupted, Runner
+from fairtrial.store import report_unwritten
 from fairtrial.summary import write_summary
 from fairtrial.window import Step
 
 LOCK_WAIT_S = 90.0
 GREEDY_TRIES = 3
 DONE = ("served", "proved", "down", "released")
+
+Act = Callable[[Runner, Step], dict[str, Any]]
 
 
 def acquire(runner: Runner, *, now: bool = False) -> None:
@@ -32,7 +35,14 @@ def acquire(runner: Runner, *, now: bool = False) -> None:
             looked = look_at(runner, host)
             state = looked["state"]
             newest = state.get("newest")
+            opening = any(one["mode"] == "hold" and one["window"] == runner.window for one in looked["steps"])
             if newest is None or (state.get("hold") or {}).get("window") != runner.window:
+                if runner.term is not None:
+                    raise Superseded(f"{host}: another actor restored this window and released it")
+                if newest is None and opening and runner.now() < patience_ns:
+                    # a killed runner's opener may be about to make the HOLD
+                    runner.pause(0.1)
+                    continue
                 return
             term = int(newest["term"])
             payload = {"verbs": [{"verb": "take", "from": term, "actor": runner.actor, "now": now}]}
@@ -45,8 +55,8 @@ def acquire(runner: Runner, *, now: bool = False) -> None:
             if runner.now() > patience_ns:
                 other = (rows.get("live") or {}).get("actor") or {}
                 raise StepFailed(
-                    f"{host}: another actor restores this window ({other.get('kind', '?')} pid {other.get('pid', '?')}), "
-                    "and its lease lives: wait for it, or take over with --now"
+                    f"{host}: another actor restores this window ({other.get('kind', '?')} "
+                    f"pid {other.get('pid', '?')}), and its lease lives: wait for it, or take over with --now"
                 )
             runner.pause(0.25)
 
@@ -80,20 +90,28 @@ def _verbs(runner: Runner, name: str) -> list[dict[str, Any]] | None:
 
 
 def _play(runner: Runner, step: Step, limit_s: float) -> list[dict[str, Any]]:
-    """Play an undo step on every host. A runner that lost its hold becomes the next actor first."""
+    """Play an undo step on every host."""
     rows: list[dict[str, Any]] = []
-    if runner.view.lost:
-        acquire(runner)
     for host in runner.experiment.hosts:
         verbs = _verbs(runner, step.name)
         payload = {"step": step.name} if verbs is None else {"verbs": verbs}
-        try:
-            rows += runner.call(host, "play", payload, limit_s=limit_s)
-        except HoldLost as error:
-            runner.view.lost[host] = error.reason
-            acquire(runner)
-            rows += runner.call(host, "play", payload, limit_s=limit_s)
+        rows += runner.call(host, "play", payload, limit_s=limit_s)
     return rows
+
+
+def _as_owner(act: Act) -> Act:
+    """An undo step whose actor has lost the HOLD, or loses it: it becomes the next actor, and does the step (again)."""
+
+    def done(runner: Runner, step: Step) -> dict[str, Any]:
+        while True:
+            if runner.view.lost:
+                acquire(runner)
+            try:
+                return act(runner, step)
+            except HoldLost as error:
+                runner.view.lost[error.host] = error.reason
+
+    return done
 
 
 def end(runner: Runner, step: Step) -> dict[str, Any]:
@@ -130,6 +148,8 @@ def prove(runner: Runner, step: Step) -> dict[str, Any]:
 def _greedy(runner: Runner) -> str:
     """Compare production's greedy answers with the reference; a mismatch is asked again twice."""
     reference = runner.reference
+    if runner.experiment.checks is None:
+        return "not comparable: the experiment names no checks"
     if reference is None:
         return "not comparable: this window stopped before its reference"
     if not reference:
@@ -140,9 +160,8 @@ def _greedy(runner: Runner) -> str:
     for row in reference:
         number = int(row["prompt"])
         for turn in range(GREEDY_TRIES):
-            found = ask_greedy(
-                runner, base, number, prompts[number - 1], f"restore/{number}/{turn}/{runner.state.restorers}"
-            )
+            name = f"restore/{runner.window}/{runner.state.restorers}/{number}/{turn}"
+            found = ask_greedy(runner, base, number, prompts[number - 1], name)
             if found == row:
                 same += 1
                 break
@@ -221,9 +240,15 @@ def seal_and_release(runner: Runner, step: Step) -> dict[str, Any]:
     for reader in readers.values():
         reader.close()
     runner.store.close()
-    runner.seal = seal(runner.store)
-    if runner.term is None:
+    try:
+        runner.seal = seal(runner.store)
+    except OSError as error:
+        # production is proved: a disk that takes no seal keeps no host from being given back
+        report_unwritten("SHA256SUMS: this evidence has no seal", error)
+    if not _holds(runner):
         return {}
+    # The release removes that copy.
+    runner.installed.clear()
     for host in runner.experiment.hosts:
         verb = {"verb": "off", "what": "hold", "seal": runner.seal}
         reply = runner._send(host, "play", {"verbs": [verb]}, LOCK_WAIT_S + 30)
@@ -233,6 +258,16 @@ def seal_and_release(runner: Runner, step: Step) -> dict[str, Any]:
                 f"Type: fairtrial restore {runner.out}"
             )
     return {}
+
+
+def _holds(runner: Runner) -> bool:
+    """Whether there is a HOLD to release; a hold whose answer was lost is found on its host."""
+    for host in runner.experiment.hosts:
+        state = look_at(runner, host)["state"]
+        if state.get("newest") and (state.get("hold") or {}).get("window") == runner.window:
+            runner.term = runner.term if runner.term is not None else int(state["newest"]["term"])
+            return True
+    return False
 
 
 def not_restored(runner: Runner, step: Step) -> dict[str, Any]:
@@ -245,7 +280,7 @@ def not_restored(runner: Runner, step: Step) -> dict[str, Any]:
     return {}
 
 
-def accepting(reason: str) -> dict[str, Callable[[Runner, Step], dict[str, Any]]]:
+def accepting(reason: str) -> dict[str, Act]:
     """The acts of a restore that a person vouches for: end the arms, start nothing, look at what serves."""
 
     def nothing(runner: Runner, step: Step) -> dict[str, Any]:
@@ -264,12 +299,12 @@ def accepting(reason: str) -> dict[str, Callable[[Runner, Step], dict[str, Any]]
 
 ACTS = {
     **FORWARD,
-    "restore.end": end,
-    "restore.start": start,
-    "restore.prove": prove,
-    "restore.close": close,
-    "look": look,
-    "switch.off": switch_off,
+    "restore.end": _as_owner(end),
+    "restore.start": _as_owner(start),
+    "restore.prove": _as_owner(prove),
+    "restore.close": _as_owner(close),
+    "look": _as_owner(look),
+    "switch.off": _as_owner(switch_off),
     "seal": seal_and_release,
     "release": seal_and_release,
     "not restored": not_restored,

@@ -11,14 +11,17 @@ from fairtrial.store import Directory
 from fairtrial.summary import folder_name, load_evidence
 
 
-def screen(path: Path) -> str:
-    """What a folder's summary says, for a person; empty where there is no summary yet."""
+def screen(path: Path, again: dict[str, Any] | None = None) -> str:
+    """What a folder's summary says, for a person; empty where there is no summary yet.
+
+    ``again``: the reading as it was just read from the evidence, in the place of the summary's.
+    """
     store = Directory.open(path)
     if not store.exists("summary.json"):
         return ""
     summary = json.loads(store.read("summary.json"))
     experiment, _, _ = load_evidence(store)
-    reading = summary["reading"]
+    reading = summary["reading"] if again is None else again
     lines = ["", summary["question"], ""]
     if reading:
         lines += _arms(summary, reading, {arm.name: differences(experiment, arm) for arm in experiment.arms})

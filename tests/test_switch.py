@@ -22,7 +22,7 @@ import pytest
 
 from fairtrial.canonical import canonical, sha256
 from fairtrial.switch import bundle
-from fairtrial.switch.state import write_block
+from fairtrial.switch.state import BLOCK, boottime_ns, write_block
 
 Json = dict[str, Any]
 WINDOW = f"test-switch-{os.getpid()}"
@@ -159,6 +159,13 @@ class Host:
         compiled.write_bytes((self.state / "host.pyz").read_bytes())
         self.program = compiled
         return one
+
+    def run_out(self) -> None:
+        """Let the lease have run out now: what a runner does that no longer renews, without the waiting."""
+        with (self.state / "lease").open("r+b") as lease:
+            fcntl.flock(lease, fcntl.LOCK_EX)
+            value = json.loads(lease.read(BLOCK)[:-64])
+            write_block(lease.fileno(), value | {"deadline_ns": boottime_ns()})
 
     def last(self) -> Json:
         found: Json = json.loads((self.state / "last.json").read_text())
@@ -747,7 +754,7 @@ def test_production_under_way_is_known_without_any_record(host: Host, port: int)
 def test_a_foreign_listener_is_named_and_a_restorer_waits_for_it(host: Host, port: int) -> None:
     foreign = host.serve(port, "other")
     host.hold()
-    status, lines = host.play(host.server_of("production", port))
+    status, lines = host.play(host.server_of("production", port) | {"limit_s": 60})
     assert status == 1
     assert [one["pid"] for one in lines[0]["waiting_for"]] == [foreign.pid]
     host.one({"verb": "take", "from": 0, "actor": another(), "now": True})
@@ -864,6 +871,14 @@ def test_children_left_by_a_stop_are_ended_not_taken_for_a_start_under_way(host:
     assert not any(runs(one["pid"]) for one in tree)
 
 
+def test_an_orphan_with_productions_own_arguments_is_no_start_under_way(host: Host, port: int) -> None:
+    server = host.serve(port, "child")
+    server.kill()
+    server.wait()
+    host.hold()
+    assert host.one(host.server_of("production", port, "child"))["started"] is True
+
+
 # -- the lock ------------------------------------------------------------------------------------------------------
 
 
@@ -893,13 +908,11 @@ def test_a_step_whose_term_is_taken_stops_at_once(host: Host, port: int) -> None
 
 def test_a_restorer_renews_its_own_lease_while_it_waits(host: Host, port: int) -> None:
     host.hold()
-    host.one({"verb": "take", "from": 0, "actor": another(), "now": True, "lease_s": 0.8})
-    restorer = host.open("play", {"verbs": [{"verb": "lease"}, host.proof_of(port, limit_s=2)]}, term=1)
-    answer(restorer)
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        assert host.call("look", {})[1][0]["state"]["lease"]["live"]
-    assert restorer.wait(5) == 1
+    host.one({"verb": "take", "from": 0, "actor": another(), "now": True, "lease_s": 2.0})
+    restorer = host.open("play", {"verbs": [{"verb": "lease"}, host.proof_of(port, limit_s=30)]}, term=1)
+    first = answer(restorer)["deadline_ns"]
+    until(lambda: json.loads((host.state / "lease").read_bytes()[:-64])["deadline_ns"] > first + 900_000_000)
+    restorer.kill()
 
 
 # -- giving the host back ------------------------------------------------------------------------------------------
@@ -960,8 +973,12 @@ def test_the_reader_samples_at_once_and_follows_what_is_watched(host: Host, port
 # -- the switch ----------------------------------------------------------------------------------------------------
 
 
-def served(host: Host) -> bool:
-    return bool(host.last()["state"] == "served")
+def until_served(host: Host) -> None:
+    """Wait until the switch says that production is back; what it did instead is in the failure."""
+    try:
+        until(lambda: host.last()["state"] == "served")
+    except AssertionError:
+        pytest.fail((host.state / "switch.log").read_text())
 
 
 def test_an_unarmed_switch_does_nothing(host: Host, port: int) -> None:
@@ -973,6 +990,14 @@ def test_an_unarmed_switch_does_nothing(host: Host, port: int) -> None:
     host.play({"verb": "ask", "nonce": "later"})
     assert "hold.json" in host.files()
     assert not listening(port)
+
+
+def test_an_armed_switch_waits_for_the_lease_of_a_runner_that_is_dead(host: Host, port: int) -> None:
+    host.hold(start=1)
+    host.arm(host.restore(port))
+    for nonce in ("one", "two", "three"):
+        host.one({"verb": "ask", "nonce": nonce})
+    assert "hold.json" in host.files()
 
 
 def test_installed_twice_it_is_one_and_a_new_restore_replaces_it(host: Host, port: int) -> None:
@@ -987,15 +1012,11 @@ def test_installed_twice_it_is_one_and_a_new_restore_replaces_it(host: Host, por
 
 
 def test_when_renewals_stop_the_switch_brings_production_back(host: Host, port: int) -> None:
-    arm = free_port()
     opener = host.hold(lease_s=1.0)
-    host.arm(host.restore(port))
-    host.one(host.server_of("arm", arm, "deaf"))
-    until(lambda: listening(arm))
     say(opener, "renew")
-    until(lambda: served(host))
+    host.arm(host.restore(port))
+    until_served(host)
     assert listening(port)
-    assert not listening(arm)
     assert (host.last()["term"], host.last()["actor"]["kind"]) == (1, "switch")
     assert "term-1.json" in host.files()
     assert host.play(END_WINDOW)[0] == 75
@@ -1013,6 +1034,18 @@ def test_when_renewals_stop_the_switch_brings_production_back(host: Host, port: 
     assert {"taken", "served"} <= {one.get("event") for one in lines[4]["log"]}
     assert host.files() == {"lock", "last.json"}
     assert listening(port)
+
+
+def test_the_switch_ends_the_arm_before_production_comes_back(host: Host, port: int) -> None:
+    arm = free_port()
+    host.hold()
+    host.arm(host.restore(port))
+    host.one(host.server_of("arm", arm, "deaf"))
+    until(lambda: listening(arm))
+    host.run_out()
+    until_served(host)
+    assert listening(port)
+    assert not listening(arm)
 
 
 def test_the_switch_outlives_the_signals_of_a_closing_terminal(host: Host, port: int) -> None:
@@ -1062,21 +1095,23 @@ def test_the_switch_tries_again_after_a_restore_that_failed(host: Host, port: in
     assert "gone" in host.last()["detail"]
     assert "term-1.json" in host.files()
     flag.touch()
-    until(lambda: served(host))
+    until_served(host)
     assert listening(port)
 
 
 def test_the_switch_waits_for_a_live_restorer_and_takes_over_when_that_one_dies(host: Host, port: int) -> None:
-    host.hold(lease_s=0.5)
-    host.one({"verb": "take", "from": 0, "actor": another(), "now": True, "lease_s": 1.2})
+    host.hold()
+    host.one({"verb": "take", "from": 0, "actor": another(), "now": True})
     restore = host.restore(port)
     status, lines = host.play(
         {"verb": "install", "restore": restore}, {"verb": "ask", "nonce": "n"}, {"verb": "arm"}, term=1
     )
     assert status == 0, lines
     host.pids.add(lines[0]["pid"])
+    host.one({"verb": "ask", "nonce": "later"}, term=1)
     assert "term-2.json" not in host.files()
-    until(lambda: served(host))
+    host.run_out()
+    until_served(host)
     assert host.last()["term"] == 2
 
 
@@ -1084,12 +1119,12 @@ def test_a_step_orphaned_in_the_middle_of_the_stop_cannot_start_the_arm(host: Ho
     arm = free_port()
     production = host.serve(port, "slow-end")
     key = [production.pid, start_of(production.pid)]
-    host.hold(lease_s=0.5)
+    host.hold()
     restore = host.restore(port)
     restore["steps"]["restore.start"] = [host.server_of("production", port, "slow-end")]
     restore["steps"]["restore.prove"] = [host.proof_of(port, "slow-end")]
     host.arm(restore)
-    # nobody renews any more: this step runs on by itself, and its lease runs out while it stops production
+    # the runner is gone: this step runs on by itself, and the lease runs out while it stops production
     orphan = host.open(
         "play",
         {
@@ -1099,7 +1134,9 @@ def test_a_step_orphaned_in_the_middle_of_the_stop_cannot_start_the_arm(host: Ho
             ]
         },
     )
-    until(lambda: served(host))
+    until(lambda: key in json.loads((host.state / "start.json").read_text())["ending"])
+    host.run_out()
+    until_served(host)
     assert orphan.wait(5) in (0, 75)
     assert listening(port)
     assert not listening(arm)
@@ -1109,7 +1146,7 @@ def test_a_step_orphaned_in_the_middle_of_the_stop_cannot_start_the_arm(host: Ho
 def test_the_runner_killed_in_the_stop_itself_ends_with_production_served(host: Host, port: int) -> None:
     production = host.serve(port, "slow-end")
     key = [production.pid, start_of(production.pid)]
-    host.hold(lease_s=0.6)
+    host.hold()
     restore = host.restore(port)
     restore["steps"]["restore.start"] = [host.server_of("production", port, "slow-end")]
     restore["steps"]["restore.prove"] = [host.proof_of(port, "slow-end")]
@@ -1117,7 +1154,8 @@ def test_the_runner_killed_in_the_stop_itself_ends_with_production_served(host: 
     step = host.open("play", {"verbs": [{"verb": "end", "what": "processes", "processes": [key]}]})
     until(lambda: key in json.loads((host.state / "start.json").read_text())["ending"])
     step.kill()
-    until(lambda: served(host))
+    host.run_out()
+    until_served(host)
     production.wait(5)
     assert host.one(host.proof_of(port, "slow-end"))["pid"] != production.pid
 
@@ -1143,13 +1181,14 @@ def test_on_a_full_disk_the_switch_still_restores_and_says_so(host: Host, port: 
     host.state.mkdir(mode=0o755)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "none", str(host.state)], check=True)
     try:
-        opener = host.hold(lease_s=1.0)
+        opener = host.hold()
         pid = host.arm(host.restore(port))
         filler = host.state / "filler"
         with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             fill(file)
         assert say(opener, "renew")["renewed"]
-        until(lambda: served(host))
+        host.run_out()
+        until_served(host)
         assert listening(port)
         assert runs(pid)
         filler.unlink()

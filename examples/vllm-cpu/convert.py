@@ -2,8 +2,9 @@
 
     convert.py FILE.gguf OUT
 
-OUT (which must not exist) gets ``config.json``, ``generation_config.json``, ``model.safetensors``, the tokenizer
-with its chat template, and ``SHA256SUMS`` of all of them, written last. Needs torch, transformers, gguf and accelerate.
+OUT (which must not exist) gets ``config.json``, ``generation_config.json``, ``model.safetensors``, the
+tokenizer with its chat template, and ``SHA256SUMS`` of all of them, written last.
+Needs torch, transformers, gguf and accelerate.
 Exit status 1 with one line where the file is not a Llama model or OUT is there.
 """
 

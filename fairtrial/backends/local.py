@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -46,6 +47,9 @@ class LocalPending:
         return Reply(exit=self._process.returncode, stdout=stdout, stderr=stderr)
 
     def abandon(self) -> Reply:
+        # Somebody reads on and waits for its end: a command whose output nobody reads would fail half-way.
+        stdin, self._stdin = self._stdin, None
+        threading.Thread(target=self._process.communicate, args=(stdin,), name="abandoned", daemon=True).start()
         return Reply(exit=None, stdout=b"", stderr=b"")
 
 
@@ -122,8 +126,8 @@ class Local:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def program(self, host: str) -> tuple[str, ...]:
-        return (sys.executable, "-S", "-E", str(self._program_file))
+    def program(self, host: str, installed: str | None = None) -> tuple[str, ...]:
+        return (sys.executable, "-S", "-E", installed or str(self._program_file))
 
     def command(self, host: str, argv: Sequence[str], *, stdin: bytes, mark: str | None) -> LocalPending:
         try:
@@ -151,7 +155,8 @@ class Local:
                 raise StepFailed(f"{host}: {path} does not read back as it was written: look at that disk")
             aside.replace(target)
         except OSError as error:
-            aside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                aside.unlink()
             raise StepFailed(f"{host}: cannot write {path}: {error.strerror}") from None
 
     def get(self, host: str, path: str) -> bytes | None:

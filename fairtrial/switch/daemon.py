@@ -16,7 +16,7 @@ from .state import Failed, Json, Lost, State, boot_id, boottime_ns, hostname, ut
 
 LOADED = (arming, asking, servers, spawn)
 STEPS = ("restore.end", "restore.start", "restore.prove")
-POLL_S = 0.25
+POLL_S = 0.1
 
 
 class Switch:
@@ -118,7 +118,7 @@ class Switch:
         lease = self.state.lease()
         if lease is not None and lease.term == term and lease.window == self.state.window and lease.live:
             return False
-        if noted in ("served", "proved", "released"):
+        if noted in ("served", "released"):
             return False
         if noted == "down":
             return time.monotonic() >= self.down.setdefault(term, time.monotonic()) + self.retry_s

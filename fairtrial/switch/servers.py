@@ -193,7 +193,7 @@ def start(actor: Actor, args: Json) -> Json:
     ``args``: ``what`` "arm" (gets the window's mark) or "production" (exactly ``environ``), ``argv``, ``environ``,
     ``cwd``, ``log``, ``port``, ``limit_s``; for production also ``was`` [[pid, start], ...], the processes that served
     before the window: what a broken stop left of them is ended first. While anything else listens on the port it is
-    not started: ``Failed`` with ``waiting_for``; a restorer waits for it, without the lock, up to ``limit_s``.
+    not started: ``Failed`` with ``waiting_for``; production waits for it, without the lock, up to ``limit_s``.
     """
     if args.get("what") not in ("arm", "production"):
         raise Usage('start: what must be "arm" or "production"')
@@ -206,7 +206,7 @@ def start(actor: Actor, args: Json) -> Json:
             others, result = _try_start(actor, args, environ)
         if not others:
             return result
-        if actor.term == 0 or time.monotonic() > until:
+        if args["what"] == "arm" or time.monotonic() > until:
             raise Failed(
                 f"port {args['port']} on {hostname()} is listened on by {', '.join(map(procs.named, others))}, "
                 f"which is not the {args['what']} to be started; end it, then try again",
@@ -290,9 +290,10 @@ def _finish_ending(actor: Actor, args: Json, ending: list[Key]) -> None:
 def prove(actor: Actor, args: Json) -> Json:
     """Prove that the right process serves, and goes on serving. Changes nothing, needs no lock.
 
-    ``args``: ``port``, ``argv``, ``cwd``, ``environ`` or ``environ_sha256`` (of its canonical JSON), ``ready`` (path,
-    or null), ``generation`` {path, body} or null, ``headers``, ``settle_s`` in which it serves without a break and
-    nothing with the window's mark runs, ``limit_s`` for all of it. Raises ``Failed``, which says what was seen last.
+    ``args``: ``port``; ``argv``, ``cwd``, ``environ`` or ``environ_sha256`` (of its canonical JSON): of these three,
+    what is not given is not compared; ``ready`` (path, or null), ``generation`` {path, body} or null, ``headers``,
+    ``settle_s`` in which it serves without a break and nothing with the window's mark runs, ``limit_s`` for all of
+    it. Raises ``Failed``, which says what was seen last.
     """
     from .asking import Unanswered
 
@@ -322,11 +323,13 @@ def _proved(actor: Actor, args: Json, until: float) -> Json:
         _fail_if_dead(actor, args)
         raise NotYet("nothing listens there")
     one = heard[0]
-    differs = [] if procs.argv(one.pid) == list(args["argv"]) else ["arguments"]
-    if procs.link(one.pid, "cwd") != os.path.realpath(args["cwd"]):
+    differs = [] if args.get("argv") in (None, procs.argv(one.pid)) else ["arguments"]
+    if args.get("cwd") is not None and procs.link(one.pid, "cwd") != os.path.realpath(args["cwd"]):
         differs.append("working directory")
-    wanted = args.get("environ_sha256") or environ_sha256(args["environ"])
-    if environ_sha256(procs.environ(one.pid) or {}) != wanted:
+    wanted = args.get("environ_sha256")
+    if wanted is None and args.get("environ") is not None:
+        wanted = environ_sha256(args["environ"])
+    if wanted is not None and environ_sha256(procs.environ(one.pid) or {}) != wanted:
         differs.append("environment")
     if differs:
         raise NotYet(f"pid {one.pid} listens, whose {', '.join(differs)} are not production's")
@@ -367,7 +370,7 @@ def _fail_if_dead(actor: Actor, args: Json) -> None:
     entries = [one for one in actor.state.begun()["started"] if one["what"] == "production"]
     if not entries or any(procs.alive(one["pid"], one["start"]) for one in entries):
         return
-    if any(_is(one, args) for one in procs.table().values()):
+    if args.get("argv") is None or any(_is(one, args) for one in procs.table().values()):
         return
     raise Failed(
         f"pid {entries[-1]['pid']}, which was started to serve on port {args['port']} of {hostname()}, is gone; "
