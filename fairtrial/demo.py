@@ -71,6 +71,8 @@ def _quick(raw: dict[str, Any]) -> None:
     raw["waits"] = {"idle_s": 0.5, "still_s": 0.5, "settle_s": 1, "lease_s": 4}
     raw["production"] |= {"grace_s": 2}
     raw["reading"]["thresholds"] |= {"spread_max": 0.6, "band": 0.6}
+    for step, seconds in {"requests": 1, "off.requests": 2, "checks": 1, "reference": 1, "restore.prove": 2.5}.items():
+        raw["estimates"][step] = {"seconds": seconds, "basis": "this demo with --quick on two cores"}
 
 
 def experiment(*, story: str = "confirmed", port: int = 8001, quick: bool = False) -> Experiment:

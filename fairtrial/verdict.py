@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def screen(path: Path, again: dict[str, Any] | None = None) -> str:
         lines += ["", f"VERDICT  {reading['verdict'] or 'none due'}"]
         if reading.get("meaning"):
             lines += [f"  {reading['meaning']}", f"  next: {reading['next']}"]
-        lines += [f"  - {reason}" for reason in reading["reasons"]]
+        lines += [f"  - {_short(reason)}" for reason in reading["reasons"]]
         if not summary["registered"]:
             lines.append("  not registered before the run")
     else:
@@ -42,6 +43,11 @@ def screen(path: Path, again: dict[str, Any] | None = None) -> str:
     name = folder_name(path.absolute())
     lines.append(f"evidence {name}   check it: fairtrial verify {name}   read it again: fairtrial read {name}")
     return "\n".join(lines) + "\n"
+
+
+def _short(reason: str) -> str:
+    """A reason with at most six significant digits a number; the summary keeps them all."""
+    return re.sub(r"\d+\.\d{6,}(?:e-?\d+)?", lambda number: f"{float(number[0]):.6g}", reason)
 
 
 def _production(summary: dict[str, Any]) -> str:
