@@ -173,7 +173,7 @@ def _ask_host(runner: Runner, host: str, found: Mapping[str, Any]) -> None:
         if arm.port == production.port:
             continue
         for process in found["ports"][str(arm.port)]["listeners"]:
-            name = " ".join(runner.secrets.argv(process["argv"])[:3])[:60]
+            name = " ".join(runner.secrets.argv(process["argv"])[:3])[:120]
             raise Refused(
                 f"{host}: arm {arm.name}'s port {arm.port} is in use by pid {process['pid']} "
                 f"({name}): end it, or give the arm another port"
@@ -610,10 +610,11 @@ def wait_ready(runner: Runner, arm: Arm) -> float:
 
 
 def _last_lines(runner: Runner, arm: Arm) -> str:
-    content = runner.fetch(runner.experiment.production.host, arm_log(runner, arm)) or b""
-    kept, _ = runner.screen.lines(runner.secrets.clean(content[-4000:].decode(errors="replace")))
+    """The last line of an arm that was asked nothing yet; its log is kept, for it may be all that says why."""
+    kept = collect_log(runner, arm)[0]
     lines = [line for line in kept.splitlines() if line.strip()]
-    return "its last line: " + lines[-1][:300] if lines else "it wrote nothing"
+    last = lines[-1] if lines else ""
+    return f"its last line: {last[:300]} (all of them: arms/{arm.name}/server.log)" if lines else "it wrote nothing"
 
 
 def identity(runner: Runner, step: Step) -> dict[str, Any]:
@@ -727,12 +728,19 @@ def checks(runner: Runner, step: Step) -> dict[str, Any]:
 
 
 def collect(runner: Runner, step: Step) -> dict[str, Any]:
-    arm = runner.experiment.arm(step.arm or "")
-    host = runner.experiment.production.host
-    content = runner.fetch(host, arm_log(runner, arm)) or b""
+    return {"lines_dropped": collect_log(runner, runner.experiment.arm(step.arm or ""))[1]}
+
+
+def collect_log(runner: Runner, arm: Arm) -> tuple[str, int]:
+    """Keep an arm's log without secrets and texts; return what was kept, and the number of lines that were not.
+
+    What a server logs of an answer that never arrived is not known by the screen: so the log of an arm that is given
+    up while it is asked is not kept.
+    """
+    content = runner.fetch(runner.experiment.production.host, arm_log(runner, arm)) or b""
     kept, dropped = runner.screen.lines(runner.secrets.clean(content.decode(errors="replace")))
     runner.keep("write", f"arms/{arm.name}/server.log", kept.encode())
-    return {"lines_dropped": dropped}
+    return kept, dropped
 
 
 def reading(runner: Runner, step: Step) -> dict[str, Any]:

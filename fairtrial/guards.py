@@ -6,6 +6,7 @@ A value that is missing or older than its limit is unreadable, and trips: unknow
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -216,8 +217,9 @@ def _fresh(view: View, host: str, experiment: Experiment) -> str | None:
 
 
 def _name(process: Mapping[str, Any]) -> str:
-    argv = process.get("argv") or ["?"]
-    return " ".join(str(word) for word in argv[:3])[:60]
+    argv = [str(word) for word in process.get("argv") or ["?"]]
+    # An option's value may be a secret: what comes before the first option is the name.
+    return " ".join(itertools.takewhile(lambda word: not word.startswith("--"), argv[:3]))[:120]
 
 
 GUARDS: tuple[Guard, ...] = (

@@ -233,8 +233,6 @@ class Runner:
         except Exception as error:
             # A fault of ours must restore like any other; its message may hold a body, its place cannot.
             outcome, stop = Outcome.UNKNOWN, ("internal error", _place(error))
-        if stop and step.arm and not self.restoring:
-            self._keep_log(step)
         seconds = (self.backend.monotonic_ns() - began_ns) / NS
         self.durations[step.name] = self.durations.get(step.name, 0.0) + seconds
         ended: dict[str, Any] = {"step": step.name, "outcome": outcome, "seconds": round(seconds, 3)}
@@ -263,13 +261,6 @@ class Runner:
     def _unwritten(self, error: OSError) -> str:
         shown = error.strerror or type(error).__name__
         return f"the evidence cannot be written: {shown}: free space below {self.out}, then run it again"
-
-    def _keep_log(self, step: Step) -> None:
-        """Keep the log of an arm that is given up, as ``collect`` would: it may be all that says why."""
-        try:
-            self.acts["collect"](self, step)
-        except (FairtrialError, OSError, Interrupted) as error:
-            self.progress.say(f"  ! {step.arm}: its log was not kept: {error}")
 
     def _finish(self, end: Finish) -> int:
         if not end.touched:
@@ -302,6 +293,10 @@ class Runner:
         self._look_for_stop_file()
         self._poll_demand()
         for kind, reason in self._causes():
+            if self.state.status is Status.RELEASED:
+                # the evidence is closed, or about to be
+                self.progress.say(f"  ! {kind}: {reason}: the release goes on")
+                continue
             if self.restoring:
                 # A guard that stays tripped is one note; every signal is its own.
                 if kind == "signal" or kind not in self._noted:

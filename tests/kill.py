@@ -311,10 +311,10 @@ def restored(one: Lane, out: Path) -> list[str]:
     summary = json.loads((out / "summary.json").read_bytes())
     if summary["restored"] is not True:
         wrong.append(f"summary.json: restored is {summary['restored']}")
-    if summary["cells"] != rows(out):
-        wrong.append(f"summary.json has {len(summary['cells'])} cells, {len(rows(out))} landed")
-    landed = [(record["arm"], record["cell"], record["rep"]) for record in ledger if record["kind"] == "cell"]
-    kept = [(row["arm"], row["cell"], row["rep"]) for row in summary["cells"]]
+    kept, whole = [_cell(row) for row in summary["cells"]], [_cell(row) for row in rows(out)]
+    if kept != whole:
+        wrong.append(f"summary.json has the cells {kept}, landed are {whole}")
+    landed = [_cell(record) for record in ledger if record["kind"] == "cell"]
     if not set(landed) <= set(kept):
         wrong.append(f"cells are lost: the ledger has {landed}, the summary {kept}")
     snapshot = out / "snapshot" / "here.json"
@@ -327,6 +327,10 @@ def restored(one: Lane, out: Path) -> list[str]:
         if (before["argv"], before["environ"]) != (procs.argv(stat.pid), procs.environ(stat.pid)):
             wrong.append("production is not what the snapshot saw")
     return wrong
+
+
+def _cell(row: dict[str, Any]) -> tuple[str, str, int, int]:
+    return row["arm"], row["cell"], row["rep"], row["ttft_ns"]
 
 
 def stayed_down(ledger: Iterable[dict[str, Any]]) -> list[str]:

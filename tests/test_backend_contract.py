@@ -190,8 +190,8 @@ def test_a_signal_to_our_own_group_does_not_reach_a_command(tmp_path: Path) -> N
 
 def test_a_command_leads_a_group_of_its_own(backend: Backend) -> None:
     reply = run(backend, "import os; print(os.getpid(), os.getpgrp(), os.getsid(0))")
-    pid, group, its_session = map(int, reply.stdout.split())
-    assert pid == group == its_session
+    pid, group, leader = map(int, reply.stdout.split())
+    assert pid == group == leader
     assert group != os.getpgrp()
 
 

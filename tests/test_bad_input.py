@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from faulty.faulty import BASE
-from faulty.rig import SERVER, Ended, Rig, free_port, wait_for
+from faulty.rig import SERVER, Ended, Rig, wait_for
 
 from fairtrial.canonical import sha256
 from fairtrial.switch import procs
@@ -57,7 +56,7 @@ def completed(rig: Rig, ended: Ended) -> dict[str, Any]:
     return summary
 
 
-# ---- the control: without a fault it completes ---------------------------------------------------------------------
+# ---- the control: without a fault it completes ---
 
 
 def test_without_a_fault_the_window_completes(rig: Rig) -> None:
@@ -77,7 +76,7 @@ def test_an_arms_log_keeps_its_lines_without_any_text(rig: Rig) -> None:
         assert "served a request\n" in log
 
 
-# ---- refused: nothing was touched -----------------------------------------------------------------------------------
+# ---- refused: nothing was touched ---
 
 
 def test_an_arms_port_in_use_is_refused_with_pid_and_name(rig: Rig) -> None:
@@ -104,7 +103,7 @@ def test_production_that_is_down_is_refused(rig: Rig) -> None:
 
 def test_production_that_is_not_ready_is_refused(rig: Rig) -> None:
     rig.serve("never-ready")
-    refused(rig, rig.run(), "/health with 200 (503)", "must serve before a window")
+    refused(rig, rig.run(), "/health with 200 (HTTP status 503)", "must serve before a window")
     rig.assert_untouched()
 
 
@@ -208,12 +207,12 @@ def test_a_cell_that_the_arms_context_cannot_hold_is_refused(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("no-generation", ("HTTP status 500 (ServerError)",)),
-        ("silent-cache", ("says nothing of cached tokens", '--enable-prompt-tokens-details', 'coldness = "unproved"')),
+        ("no-generation", ("HTTP status 500", "type ServerError")),
+        ("silent-cache", ("says nothing of cached tokens", "--enable-prompt-tokens-details", 'coldness = "unproved"')),
         ("no-usage", ("without usage",)),
         ("clamp", ("1 output tokens, 2 were asked for",)),
         ("counts", ("counted 9 prompt tokens, 8 were sent",)),
-        ("cut", ("broke",)),
+        ("cut", ("the connection closed before the end of the answer",)),
         ("error-body", ("HTTP status 400",)),
         ("error-event", ("error object", "EngineDeadError")),
     ],
@@ -250,7 +249,7 @@ def test_a_memory_limit_that_production_itself_trips_is_refused(rig: Rig, limit:
     rig.assert_untouched()
 
 
-# ---- overlays -------------------------------------------------------------------------------------------------------
+# ---- overlays ---
 
 
 def overlaid(rig: Rig, fault: str = "", **changes: Any) -> dict[str, Any]:
@@ -314,13 +313,13 @@ def test_a_server_that_loads_other_files_than_it_was_told_stops(rig: Rig) -> Non
     stopped(rig, ended, "fix.identity", "did not load what was meant: kernel.py")
 
 
-# ---- stopped: an arm's server is not what it should be ---------------------------------------------------------------
+# ---- stopped: an arm's server is not what it should be ---
 
 
 @pytest.mark.parametrize(
     ("fault", "step", "words"),
     [
-        ("die", "off.start", ("died at its start", "its last line: fatal: no such device")),
+        ("die", "off.start", ("died at its start", "its last line: fatal: no such device", "look into", "arms/off/server.log")),
         ("never-ready", "off.start", ("not ready within 1.5 s (production.start_limit_s)", "its last line: listening")),
         ("no-generation", "off.start", ("answers /health, but no generation: HTTP status 500",)),
         ("restarts", "off.identity", ("not production plus its declared differences", "environment UNDECLARED")),
@@ -357,11 +356,11 @@ def test_an_arms_port_that_is_taken_after_preflight_stops(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("cut", ("the connection broke before the end of the answer", "without finish reason")),
+        ("cut", ("the connection closed before the end of the answer", "without finish reason")),
         ("counts", ("counted 65 prompt tokens, 64 were sent",)),
         ("cached", ("not cold", "64 of its prompt tokens")),
         ("silent-cache", ("says nothing of cached tokens", "--enable-prompt-tokens-details")),
-        ("error-body", ("HTTP status 400 (BadRequestError",)),
+        ("error-body", ("HTTP status 400", "type BadRequestError, code 400")),
         ("error-event", ("error object (type EngineDeadError)",)),
         ("error-after-done", ("after [DONE]",)),
         ("no-content", ("no event carried generated content",)),
@@ -387,9 +386,10 @@ def test_an_answer_that_is_not_whole_and_honest_stops(rig: Rig, fault: str, word
 def test_cells_that_landed_before_a_stop_are_in_the_summary(rig: Rig) -> None:
     rig.serve()
     ended = rig.run(rig.experiment(arms=[rig.arm("off"), rig.arm("on", "cut")]))
-    stopped(rig, ended, "on.requests", "server.log", cells=2)
+    stopped(rig, ended, "on.requests", f"completed cells are in {ended.out}/summary.json", cells=2)
     assert {row["arm"] for row in ended.summary["cells"]} == {"off"}
-    assert "listening" in (ended.out / "arms" / "on" / "server.log").read_text()
+    # the screen cannot know what a server logs of an answer that never arrived
+    assert not (ended.out / "arms" / "on" / "server.log").exists()
 
 
 def test_a_server_that_says_nothing_of_caching_is_unproved_where_that_is_allowed(rig: Rig) -> None:
@@ -417,7 +417,7 @@ def test_time_to_first_token_counts_from_content_not_from_the_first_event(rig: R
     assert all(row["content_events"] == 4 for row in summary["cells"])
 
 
-# ---- checks and tells -------------------------------------------------------------------------------------------------
+# ---- checks and tells ---
 
 
 def test_a_fix_that_answers_otherwise_is_unsafe(rig: Rig) -> None:
@@ -452,14 +452,3 @@ def test_a_tell_where_it_should_be_is_no_obstacle(rig: Rig) -> None:
     rig.serve()
     arms = [rig.arm("off"), rig.arm("fix", environment={"FENCE": "1"}, tells=[{"log": "^fence: on$"}])]
     completed(rig, rig.run(rig.experiment(arms=arms)))
-
-
-# ---- full disks ---------------------------------------------------------------------------------------------------------
-
-
-def in_namespace(mount: Path, size_mib: int) -> list[str]:
-    """Words before a command that give it a small disk of its own at ``mount``."""
-    unshare = shutil.which("unshare")
-    assert unshare is not None
-    script = f'mount -t tmpfs -o size={size_mib}m,mode=0700 small "$0" && exec "$@"'
-    return [unshare, "-rm", "/bin/sh", "-c", script, str(mount)]

@@ -58,8 +58,14 @@ def test_help_lists_the_commands_of_this_version_and_no_others(command: Command)
 def test_a_wrong_command_line_exits_2_and_says_so(command: Command, words: list[str]) -> None:
     ended = command(*words)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "usage: fairtrial" in ended.stderr
+    assert re.search(r"^(usage: fairtrial|fairtrial: refused: plan needs)", ended.stderr)
     assert "Traceback" not in ended.stderr
+
+
+def test_the_schema_needs_no_experiment(command: Command) -> None:
+    ended = command("plan", "--schema")
+    assert ended.returncode == 0
+    assert ended.stdout == command("plan", PACKAGE / "demo.toml", "--schema").stdout
 
 
 def test_without_execute_a_run_is_its_plan(command: Command, file: Path) -> None:

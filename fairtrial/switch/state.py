@@ -300,7 +300,13 @@ class State:
                 blocked, until = None, time.monotonic() + LEASE_LOCK_S
             time.sleep(0.005)
         try:
-            guard()
+            try:
+                guard()
+            except Failed:
+                if os.fstat(fd).st_size == 0:
+                    # made by this very look, after another gave the host back
+                    self.remove("lease")
+                raise
             yield fd
         finally:
             os.close(fd)

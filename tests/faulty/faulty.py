@@ -36,6 +36,9 @@ BASE = {"kernel.py": b"base kernel\n"}
 HELD_S = 60.0
 """How long a slow answer is held back, unless its client leaves."""
 
+HELD_PROMPT = [255, 255, 255]
+"""The prompt whose answer every server holds back: what a stranger asks who stays."""
+
 FAULTS = {
     "die": "ends at its start, after a line on standard error",
     "never-ready": "its readiness path answers 503 for ever",
@@ -160,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
     def complete(self, asked: dict[str, Any]) -> None:
         server, fault = self.server, self.server.fault
         prompt, count = asked["prompt"], asked["max_tokens"]
-        if asked["stream"] if "stream" in asked else False:
+        if asked.get("stream"):
             count = 1 if fault == "clamp" else count
         tokens = [answer_token(server, prompt, asked, number) for number in range(count)]
         text = "".join(token_text(token) for token in tokens)
@@ -212,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"{ERROR_WORD}\r\n\r\n".encode())
             self.close_connection = True
             return
-        if fault == "slow":
+        if fault == "slow" or asked["prompt"] == HELD_PROMPT:
             self.until_client_leaves()
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

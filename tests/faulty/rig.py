@@ -1,4 +1,4 @@
-"""One window against the scripted server, from the command line, on real processes: start, run, look at what is left."""
+"""One window against the scripted server, from the command line, on real processes: run it, look at what is left."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class Rig:
     def assert_free(self) -> None:
         if self.state.exists():
             assert sorted(path.name for path in self.state.iterdir()) in ([], ["last.json", "lock"])
-        assert [one for one in procs.steps(str(self.state))] == []
+        assert list(procs.steps(str(self.state))) == []
 
     def assert_silent(self, ended: Ended) -> None:
         """No traceback, and none of the planted words anywhere."""
