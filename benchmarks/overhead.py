@@ -36,7 +36,7 @@ def own_time_s(records: Sequence[dict[str, Any]], waits: dict[str, float]) -> di
             outside += waits.get(step, 0.0) + float(record["observed"].get("ready_s", 0.0))
             own[step] = max(0.0, (at - begun) / 1e9 - outside)
             since = at
-        elif kind == "request" or (kind == "command" and TAKEN & set(record["verbs"] if "verbs" in record else [])):
+        elif kind == "request" or (kind == "command" and TAKEN & set(record.get("verbs", []))):
             opened[kind, record["n"]] = at
         elif kind in ("response", "reply"):
             started = opened.pop(("request" if kind == "response" else "command", record["n"]), None)

@@ -168,6 +168,7 @@ def _dispatch(given: argparse.Namespace) -> int:
         case "restore":
             return conduct.restore(given.dir, now=given.now, accept=given.accept)
         case "read":
+            _refuse_changed(given.dir)
             reading = read_again(Directory.open(given.dir))
             if given.json:
                 _print_json(reading)
@@ -179,6 +180,13 @@ def _dispatch(given: argparse.Namespace) -> int:
         case _:
             print(status.text(given.dir), end="")
             return 0
+
+
+def _refuse_changed(path: Path) -> None:
+    """No verdict is read from evidence that is not what its seal says. An unsealed folder is read as it is."""
+    changed = [problem for problem in verify(path).problems if problem.kind != "unsealed"]
+    if changed:
+        raise EvidenceError(f"{path}: {changed[0]} (fairtrial verify {path} lists all): no verdict is read from it")
 
 
 def _plan(path: Path, as_json: bool, max_downtime_min: float | None) -> int:

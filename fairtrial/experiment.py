@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from fairtrial.canonical import canonical, sha256
 from fairtrial.errors import ExperimentError, Fault
 from fairtrial.reading.thresholds import MATCH_THRESHOLDS, Thresholds
+from fairtrial.secrets import Secrets
 
 SCHEMA = "fairtrial.experiment/1"
 
@@ -466,6 +467,16 @@ def _across_bounds(bounds: Bounds) -> Iterator[Fault]:
         yield Fault(key="bounds.abort_min", message="must be later than bounds.submit_min")
 
 
+def _across_secrets(arms: tuple[Arm, ...], secrets: tuple[str, ...]) -> Iterator[Fault]:
+    named = Secrets(b"", secrets).named
+    for index, arm in enumerate(arms):
+        for part, values in (("environment", arm.environment), ("arguments", arm.arguments)):
+            for name, value in values.items():
+                if isinstance(value, str) and named(name):
+                    key = f"arms.{index}.{part}.{name}"
+                    yield Fault(key=key, message="is a secret's name: an experiment is evidence and holds no secret")
+
+
 def _across_site(site: Site) -> Iterator[Fault]:
     for index, argv in enumerate(site.close):
         if not argv or not argv[0].startswith("/"):
@@ -482,6 +493,7 @@ _CHECKS: tuple[tuple[str, Any], ...] = (
     ("checks arms", _across_checks),
     ("checks reading", _across_greedy),
     ("bounds", _across_bounds),
+    ("arms secrets", _across_secrets),
     ("site", _across_site),
 )
 

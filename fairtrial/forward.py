@@ -272,7 +272,7 @@ def hold(runner: Runner, step: Step) -> dict[str, Any]:
     experiment = runner.experiment
     runner.held_ns = runner.now()
     for host in experiment.hosts:
-        opener = runner.backend.channel(host, [*runner.backend.program(host), *runner.arguments(host, "hold")])
+        opener = runner.open_channel(host, "hold")
         runner.openers[host] = opener
         opener.send(json.dumps({"hold": _hold_record(runner), "lease_s": experiment.waits.lease_s}))
         answer = _first_line(runner, opener.lines, opener.ended, f"{host}: hold")
@@ -285,7 +285,7 @@ def hold(runner: Runner, step: Step) -> dict[str, Any]:
                 )
             raise Refused(f"{host}: the HOLD was not taken: {answer.get('message', 'no reason was given')}")
         runner.view.renewed_ns[host] = runner.now()
-        reader = runner.backend.channel(host, [*runner.backend.program(host), *runner.arguments(host, "read")])
+        reader = runner.open_channel(host, "read")
         runner.readers[host] = reader
         # The copy in the state folder is compiled: a command starts in half the time.
         runner.installed[host] = f"{experiment.hosts[host].state}/host.pyz"
@@ -445,7 +445,9 @@ def reference(runner: Runner, step: Step) -> dict[str, Any]:
     rows = []
     prompts = greedy_prompts(runner, base)
     for number, ids in enumerate(prompts, start=1):
-        first, second = (ask_greedy(runner, base, number, ids, f"reference/{runner.window}/{number}/{turn}") for turn in (1, 2))
+        first, second = (
+            ask_greedy(runner, base, number, ids, f"reference/{runner.window}/{number}/{turn}") for turn in (1, 2)
+        )
         if first == second:
             rows.append(first)
     runner.reference = rows

@@ -70,7 +70,7 @@ def _subject(experiment: Experiment, step: Step, verb: str) -> str:
             "start": f" production's command with {declared}",
         }.get(verb, "")
     return {
-        "restore.end": " all of this window",
+        "restore.end": {"take": " the next term, where the runner is gone", "end": " all of this window"}.get(verb, ""),
         "restore.start": " production's command",
         "look": " all of this window",
     }.get(step.name, "")

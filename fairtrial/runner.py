@@ -35,6 +35,7 @@ from fairtrial.window import Bounds, Step, bounds, steps
 
 TICK_S = 0.05
 COMMAND_LIMIT_S = 30.0
+SITE_LIMIT_S = 90.0
 FENCE_LOST = 75
 BODY_LEARNT_B = 65536
 """How much of an error's body the screen of the kept lines learns."""
@@ -487,18 +488,22 @@ class Runner:
             for row in rows:
                 if "environ" in row and "argv" in row:
                     self.secrets.learn(row["environ"], row["argv"])
-            self.commands.keep(
-                " ".join([mode, *verbs]),
-                argv=[*self.backend.program(host, self.installed.get(host)), *self.arguments(host, mode)],
-                host=host,
-                start_utc_s=began,
-                end_utc_s=self.backend.utc(),
-                exit_status=reply.exit,
-                stdout=reply.stdout.decode(errors="replace"),
-                stderr=reply.stderr.decode(errors="replace"),
-            )
+            argv = [*self.backend.program(host, self.installed.get(host)), *self.arguments(host, mode)]
+            self._keep_command(" ".join([mode, *verbs]), argv, host, began, reply)
             self.record("reply", n=number, exit=reply.exit)
         return self._checked(host, " ".join([mode, *verbs]), reply)
+
+    def _keep_command(self, name: str, argv: Sequence[str], host: str, began_utc_s: float, reply: Reply) -> None:
+        self.commands.keep(
+            name,
+            argv=argv,
+            host=host,
+            start_utc_s=began_utc_s,
+            end_utc_s=self.backend.utc(),
+            exit_status=reply.exit,
+            stdout=reply.stdout.decode(errors="replace"),
+            stderr=reply.stderr.decode(errors="replace"),
+        )
 
     def _checked(self, host: str, what: str, reply: Reply) -> list[dict[str, Any]]:
         rows = _rows(reply)
@@ -545,6 +550,27 @@ class Runner:
     ) -> list[dict[str, Any]]:
         """Play verbs on a host under this actor's term."""
         return self.call(host, "play", {"verbs": list(verbs)}, limit_s=limit_s, quiet=quiet)
+
+    def site(self, host: str, argv: Sequence[str]) -> Reply:
+        """Run one of the site's own commands, as the plan shows it; its end is waited for at most 90 s."""
+        self._planned(host, "site.close")
+        self._commands += 1
+        number, began = self._commands, self.backend.utc()
+        self.record("command", n=number, host=host, mode="site.close", argv=self.secrets.argv(list(argv)))
+        reply = self._await(self.backend.command(host, argv, stdin=b"", mark=None), SITE_LIMIT_S)
+        self._keep_command("site.close", argv, host, began, reply)
+        self.record("reply", n=number, exit=reply.exit)
+        return reply
+
+    def open_channel(self, host: str, mode: str) -> Channel:
+        """Start a long-lived program on a host, as the plan shows it."""
+        self._planned(host, mode)
+        argv = [*self.backend.program(host, self.installed.get(host)), *self.arguments(host, mode)]
+        self._commands += 1
+        self.record("command", n=self._commands, host=host, mode=mode, verbs=[])
+        channel = self.backend.channel(host, argv)
+        self.record("reply", n=self._commands, exit=None)
+        return channel
 
     def fetch(self, host: str, path: str) -> bytes | None:
         """Read a file of a host, as the plan shows; None where there is none."""

@@ -188,8 +188,7 @@ def close(runner: Runner, step: Step) -> dict[str, Any]:
     """Run the site's own last commands on production's host."""
     host = runner.experiment.production.host
     for argv in runner.experiment.site.close:
-        pending = runner.backend.command(host, argv, stdin=b"", mark=None)
-        reply = runner._await(pending, 90)
+        reply = runner.site(host, argv)
         if reply.exit != 0:
             shown = "its end was not seen" if reply.exit is None else f"exit {reply.exit}"
             raise StepFailed(f"{host}: site.close: {argv[0]}: {shown}")

@@ -82,14 +82,14 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "start": ("play end", "play start", "inspect", "get"),
     "identity": ("inspect", "get"),
     "collect": ("get",),
-    "restore.end": ("play end", "play record"),
+    "restore.end": ("play take", "renew", "play end", "play record"),
     "restore.start": ("play start", "play policy", "play record"),
     "restore.prove": ("play prove", "play record"),
     "restore.close": ("site.close", "play record"),
     "look": ("look", "play end", "play record"),
     "switch.off": ("get", "play off", "play record"),
     "seal": (),
-    "release": ("play off",),
+    "release": ("look", "play off"),
 }
 
 _GUESS_S = {

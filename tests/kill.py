@@ -354,6 +354,7 @@ class Case:
 
     name: str
     step: str
+    way: str
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
     ran: list[Ran] = field(default_factory=list)
@@ -370,8 +371,8 @@ class Case:
         return "\n".join(lines)
 
 
-def _case(name: str, step: str, one: Lane, do: Callable[[Case], None]) -> Case:
-    case = Case(name=name, step=step, out=one.out())
+def _case(name: str, step: str, way: str, one: Lane, do: Callable[[Case], None]) -> Case:
+    case = Case(name=name, step=step, way=way, out=one.out())
     began = time.monotonic()
     try:
         do(case)
@@ -409,7 +410,7 @@ def killed(one: Lane, step: str, after_s: float = 0.0) -> Case:
         _kill(one, case, after_s)
         _restore(one, case)
 
-    return _case(f"killed {after_s * 1000:.0f} ms into {step}, restored", step, one, do)
+    return _case(f"killed {after_s * 1000:.0f} ms into {step}, restored", step, "killed, then restore", one, do)
 
 
 def alone(one: Lane, step: str, after_s: float = 0.0) -> Case:
@@ -433,7 +434,31 @@ def alone(one: Lane, step: str, after_s: float = 0.0) -> Case:
         case.wrong += [] if "HELD by window" in status else [f"the HOLD did not stay: {status}"]
         _restore(one, case)
 
-    return _case(f"killed {after_s * 1000:.0f} ms into {step}, served by the switch", step, one, do)
+    return _case(
+        f"killed {after_s * 1000:.0f} ms into {step}, served by the switch", step, "killed, switch alone", one, do
+    )
+
+
+def signalled(one: Lane, step: str, name: str, times: int) -> Case:
+    """A signal in a step, or two in a row: the runner restores by itself."""
+
+    def do(case: Case) -> None:
+        assert case.out is not None
+        points = [{"at": step, "signals": [name], "after_s": 0.05 * number} for number in range(times)]
+        ran = one.demo(case.out, points).end()
+        case.ran.append(ran)
+        # one that comes while production is restored is written down, and the window stays complete
+        wanted = 0 if step.startswith("restore.") else 3
+        if ran.exit != wanted:
+            case.wrong.append(f"exit {ran.exit}, not {wanted}")
+        told = [record for record in records(case.out) if name in str(record.get("reason"))]
+        if not told:
+            case.wrong.append(f"no record of {name}")
+        if wanted and "production is proved to be back" not in ran.stderr:
+            case.wrong.append("it does not say that production is back")
+        case.wrong += restored(one, case.out)
+
+    return _case(f"{name} x {times} in {step}", step, "signalled", one, do)
 
 
 OFTEN_S = (0.0, 0.05, 0.15, 0.4, 0.9)
@@ -449,6 +474,9 @@ def cases(times: int) -> list[Callable[[Lane], Case]]:
             after_s = OFTEN_S[number % len(OFTEN_S)]
             found.append(functools.partial(killed, step=step, after_s=after_s))
     found += [functools.partial(alone, step=step) for step in ALONE]
+    for step in ("off.start", "off.requests", "restore.prove"):
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            found += [functools.partial(signalled, step=step, name=name, times=count) for count in (1, 2)]
     return found
 
 
@@ -497,18 +525,15 @@ def main() -> int:
     todo = [one for one in cases(given.times) if given.step in (None, one.keywords["step"])]  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="fairtrial-kill-") as folder:
         done = play(todo, Path(folder), given.lanes, say)
-    count: dict[str, Counter[str]] = {"restored": Counter(), "served": Counter()}
-    well: dict[str, Counter[str]] = {"restored": Counter(), "served": Counter()}
-    for case in done:
-        way = "served" if "served" in case.name else "restored"
-        count[way][case.step] += 1
-        well[way][case.step] += not case.wrong
-    print(f"{'step':18} {'killed, then restore':>22} {'killed, switch alone':>22}")
+    ways = ("killed, then restore", "killed, switch alone", "signalled")
+    count = Counter((case.step, case.way) for case in done)
+    well = Counter((case.step, case.way) for case in done if not case.wrong)
+    print(f"{'step':18}" + "".join(f"{way:>22}" for way in ways))
     for step in KILLS:
-        shown = [f"{well[way][step]} of {count[way][step]} ok" if count[way][step] else "" for way in count]
-        print(f"{step:18} {shown[0]:>22} {shown[1]:>22}")
+        shown = [f"{well[step, way]} of {count[step, way]} ok" if count[step, way] else "" for way in ways]
+        print(f"{step:18}" + "".join(f"{one:>22}" for one in shown))
     bad = sum(bool(case.wrong) for case in done)
-    print(f"{len(done)} kills, {len(done) - bad} ok, {bad} bad")
+    print(f"{len(done)} cases, {len(done) - bad} ok, {bad} bad")
     return 1 if bad else 0
 
 

@@ -319,7 +319,11 @@ def test_a_server_that_loads_other_files_than_it_was_told_stops(rig: Rig) -> Non
 @pytest.mark.parametrize(
     ("fault", "step", "words"),
     [
-        ("die", "off.start", ("died at its start", "its last line: fatal: no such device", "look into", "arms/off/server.log")),
+        (
+            "die",
+            "off.start",
+            ("died at its start", "its last line: fatal: no such device", "look into", "arms/off/server.log"),
+        ),
         ("never-ready", "off.start", ("not ready within 1.5 s (production.start_limit_s)", "its last line: listening")),
         ("no-generation", "off.start", ("answers /health, but no generation: HTTP status 500",)),
         ("restarts", "off.identity", ("not production plus its declared differences", "environment UNDECLARED")),

@@ -17,6 +17,7 @@ CALLS = {"open", "input", "print", "exec", "eval", "__import__"}
 CORE = [
     *("experiment", "window", "decide", "guards", "identity", "stream", "restoration", "plan", "rule", "canonical"),
     "errors",
+    "secrets",
     *sorted(f"reading/{path.stem}" for path in (PACKAGE / "reading").glob("*.py")),
 ]
 

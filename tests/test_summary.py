@@ -25,7 +25,11 @@ def reading(path: Path) -> dict[str, Any]:
 
 
 def set_ttft(path: Path, ttft_ns: Mapping[str, tuple[int, ...]]) -> None:
-    """Give the timed cells of a copy these times, so that a verdict does not hang on this machine's load."""
+    """Give the timed cells of a copy these times, so that a verdict does not hang on this machine's load.
+
+    The copy loses its seal, under which nothing may change.
+    """
+    (path / "SHA256SUMS").unlink(missing_ok=True)
     for arm, values in ttft_ns.items():
         cells = path / "arms" / arm / "cells.jsonl"
         rows = [json.loads(line) for line in cells.read_text().splitlines()]
@@ -71,7 +75,7 @@ def test_a_summary_holds_every_cell_that_landed(quick_window: Path) -> None:
 def test_reading_again_needs_neither_the_summary_nor_the_rest_of_the_folder(clear: Path) -> None:
     wanted = reading(clear)
     for name in ("summary.json", "plan.json", "SHA256SUMS", "arm-memory.json"):
-        (clear / name).unlink()
+        (clear / name).unlink(missing_ok=True)
     assert reading(clear) == wanted
 
 
@@ -196,6 +200,14 @@ def test_a_folder_without_its_registration_is_no_window(clear: Path, content: by
         (clear / "registration.json").write_bytes(content)
     with pytest.raises(EvidenceError, match=r"registration\.json"):
         load_evidence(Directory(clear))
+
+
+def test_no_verdict_is_read_from_evidence_that_changed_under_its_seal(window_copy: Path, command: Command) -> None:
+    with (window_copy / "arms" / "fix" / "cells.jsonl").open("a") as cells:
+        cells.write(" ")
+    ended = command("read", window_copy)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "changed: 'arms/fix/cells.jsonl'" in ended.stderr
 
 
 def test_rows_are_read_with_their_numbers_as_printed(clear: Path) -> None:

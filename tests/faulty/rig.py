@@ -247,12 +247,16 @@ class Rig:
         assert list(procs.steps(str(self.state))) == []
 
     def assert_silent(self, ended: Ended) -> None:
-        """No traceback, and none of the planted words anywhere."""
+        """No traceback, and none of the planted words anywhere.
+
+        While a HOLD stays, the arm's own log lies in the host's folder, and goes when it is released.
+        """
+        held = any(self.state.glob("hold.json")) or any(self.state.glob("term-*.json"))
         for said in (ended.stdout, ended.stderr):
             assert "Traceback" not in said
             assert not [word for word in PLANTED if word in said]
         for path in [*ended.out.rglob("*"), *self.state.rglob("*")]:
-            if path.is_file():
+            if path.is_file() and not (held and path.name.startswith(".log-")):
                 content = path.read_bytes()
                 found = [word for word in PLANTED if word.encode() in content]
                 assert not found, f"{path}: {found}"
