@@ -43,12 +43,11 @@ def main() -> int:
     window = experiment(given.pairs, given.port, given.quick)
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "aa"
-        ours = demo.bring_up(given.port, given.quick, lines)
+        demo.bring_up(given.port, given.quick, lines)
         try:
             code = conduct.run_experiment(window, base=demo.PACKAGE, out=out, progress=lines)
         finally:
-            if ours:
-                demo.end_production(given.port, lines)
+            demo.end_production(given.port, lines)
         if code != 0:
             return code
         store = Directory.open(out)

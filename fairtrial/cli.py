@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -108,6 +109,8 @@ def _minutes(text: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status (window.md names them; README has the table)."""
     given = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(given)
     except (ExperimentError, Refused) as error:
@@ -152,7 +155,7 @@ def _dispatch(given: argparse.Namespace) -> int:
                 conduct.run(
                     given.experiment,
                     out=given.out,
-                    registration=given.registration,
+                    registered_in=given.registration,
                     max_downtime_min=given.max_downtime,
                 ),
                 given.out,
@@ -199,8 +202,12 @@ def _plan(path: Path, as_json: bool, max_downtime_min: float | None) -> int:
 
 
 def _ended(code: int, out: Path) -> int:
-    if out.exists():
-        print(screen(out), end="")
+    try:
+        if out.exists():
+            print(screen(out), end="", flush=True)
+    except OSError:
+        # Nobody reads any more; how the window ended must still be told by the exit status.
+        sys.stdout = sys.stderr
     return code
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,21 +17,21 @@ from typing import Any
 from fairtrial import __version__, undo
 from fairtrial import plan as dry
 from fairtrial.backends import Local
-from fairtrial.canonical import canonical, sha256
+from fairtrial.canonical import sha256
 from fairtrial.decide import State, Status, Stop
 from fairtrial.errors import EvidenceError, Refused, StepFailed, Superseded
-from fairtrial.evidence import SUMS, next_restore, unseal
+from fairtrial.evidence import SUMS, next_restore, reseal, unseal
 from fairtrial.experiment import Experiment, load
 from fairtrial.ledger import NAME as LEDGER
 from fairtrial.ledger import Ledger, utc_text
-from fairtrial.progress import Lines, Progress
+from fairtrial.progress import Lines, Progress, tell
 from fairtrial.restoration import document
 from fairtrial.runner import Interrupted, Runner
 from fairtrial.secrets import Secrets
 from fairtrial.store import Directory, report_unwritten
 from fairtrial.summary import load_evidence
 from fairtrial.switch import bundle
-from fairtrial.window import Step, bounds, hold_s, steps
+from fairtrial.window import bounds, hold_s, steps
 
 REGISTRATION = "fairtrial.registration/1"
 STOP = "STOP"
@@ -108,13 +107,20 @@ def _registered(experiment: Experiment, path: Path | None) -> bool:
     return True
 
 
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
 def actor(kind: str) -> dict[str, Any]:
     """Who acts: this process, as a host on the same machine can tell whether it lives."""
     stat = Path("/proc/self/stat").read_text()
     host = socket.gethostname()
     return {
         "kind": kind,
-        "owner": getpass.getuser(),
+        "owner": _user(),
         "control_host": host,
         "host": host,
         "pid": os.getpid(),
@@ -128,12 +134,12 @@ def run(
     path: Path,
     *,
     out: Path,
-    registration: Path | None = None,
+    registered_in: Path | None = None,
     max_downtime_min: float | None = None,
 ) -> int:
-    """Run the window of an experiment file."""
+    """Run the window of an experiment file. ``registered_in``: the registration that was made of it earlier."""
     experiment, _ = open_experiment(path)
-    registered = _registered(experiment, registration)
+    registered = _registered(experiment, registered_in)
     return run_experiment(
         experiment,
         base=path.parent.absolute(),
@@ -165,7 +171,7 @@ def run_experiment(
     out = out.absolute()
     existed = out.exists()
     store = Directory.create(out)
-    record = _registration_record(experiment, base, registered)
+    record = registration(experiment, folder=base, registered=registered)
     store.write("registration.json", json.dumps(record, indent=1, sort_keys=True).encode())
     store.write("plan.json", json.dumps(dry.plan(experiment, max_downtime_min), indent=1, sort_keys=True).encode())
     store.write("switch/host.pyz", bundle())
@@ -191,6 +197,7 @@ def run_experiment(
     runner.record(
         "window",
         window=name,
+        base=str(base),
         registration_sha256=sha256(store.read("registration.json")),
         experiment_sha256=experiment.sha256,
         actor=runner.actor,
@@ -206,12 +213,8 @@ def run_experiment(
         return _superseded(runner, str(error))
     if "hold" not in runner.state.begun and runner.state.status is not Status.RELEASED:
         _forget(store, out, existed)
-        print("fairtrial: stopped before the HOLD: nothing was touched", file=sys.stderr)
+        tell("fairtrial: stopped before the HOLD: nothing was touched")
     return _report(runner, code)
-
-
-def _registration_record(experiment: Experiment, base: Path, registered: bool) -> dict[str, Any]:
-    return registration(experiment, folder=base, registered=registered)
 
 
 def _forget(store: Directory, out: Path, existed: bool) -> None:
@@ -226,20 +229,19 @@ def _report(runner: Runner, code: int) -> int:
     stop = runner.state.stop
     if code == 4:
         reason = _unproved(runner)
-        print(
+        tell(
             f"fairtrial: PRODUCTION IS NOT PROVED TO BE BACK: {reason}\n"
             "  The HOLD and the dead-man's switch stay. A person must act now:\n"
             f"    fairtrial status {runner.out}\n"
             f"    fairtrial restore {runner.out}\n"
             f"    fairtrial restore {runner.out} --accept REASON    (you vouch for what serves)",
-            file=sys.stderr,
         )
     elif code == 3 and stop is not None and "hold" in runner.state.begun:
-        print(f"fairtrial: stopped in {stop.step} ({stop.kind}): {stop.reason}", file=sys.stderr)
-        print("fairtrial: production is proved to be back", file=sys.stderr)
-        print(f"fairtrial: next: {_next(runner, stop)}", file=sys.stderr)
+        tell(f"fairtrial: stopped in {stop.step} ({stop.kind}): {stop.reason}")
+        tell("fairtrial: production is proved to be back")
+        tell(f"fairtrial: next: {_next(runner, stop)}")
     if runner.seal is not None:
-        print(f"fairtrial: evidence {runner.out}, seal {runner.seal}", file=sys.stderr)
+        tell(f"fairtrial: evidence {runner.out}, seal {runner.seal}")
     return code
 
 
@@ -258,15 +260,20 @@ def _unproved(runner: Runner) -> str:
 
 def _superseded(runner: Runner, reason: str) -> int:
     """Another actor restores this window: say so, wait for what it finds, write nothing."""
-    print(f"fairtrial: {reason}", file=sys.stderr)
+    tell(f"fairtrial: {reason}")
+    runner.installed.clear()
     host = runner.experiment.production.host
     deadline = time.monotonic() + undo.longest_restore_s(runner)
     while time.monotonic() < deadline:
-        last = undo.look_at(runner, host)["state"].get("last") or {}
-        if last.get("window") == runner.window and last.get("state") in ("released", "served", "down"):
+        looked = undo.look_at(runner, host)["state"]
+        last = looked.get("last") or {}
+        if last and last.get("window") != runner.window:
+            tell(f"fairtrial: {host} was given back, and another window has used it since")
+            return 3
+        if last.get("state") in ("released", "served", "down"):
             who = last.get("actor") or {}
             told = f"{last['state']} by {who.get('kind', '?')} (pid {who.get('pid', '?')})"
-            print(f"fairtrial: production on {host}: {told}", file=sys.stderr)
+            tell(f"fairtrial: production on {host}: {told}")
             return 4 if last["state"] == "down" else 3
         time.sleep(POLL_S)
     return 4
@@ -296,7 +303,7 @@ def restore(path: Path, *, now: bool = False, accept: str | None = None, progres
             experiment=experiment,
             window=window,
             out=out,
-            base=out,
+            base=Path(str(records[0].get("base", out))),
             backend=backend,
             store=store,
             ledger=Ledger(store, backend, name=LEDGER, lenient=True),
@@ -306,9 +313,20 @@ def restore(path: Path, *, now: bool = False, accept: str | None = None, progres
         )
         runner.actor = actor("restore")
         if _released_before(runner, state):
-            print("fairtrial: this window was released before: nothing was touched", file=sys.stderr)
+            tell("fairtrial: this window was released before: nothing was touched")
             return 0
         _refuse_live(runner, records, now=now)
+        if "hold" not in state.begun:
+            if not store.exists(SUMS):
+                reseal(store)
+            tell("fairtrial: this window stopped before its HOLD: nothing was touched, nothing is to restore")
+            return 0
+        if state.status is Status.RELEASED and not _held(runner):
+            # Its ledger ends with a release, and the host knows it no more: only the seal may be missing.
+            if not store.exists(SUMS):
+                reseal(store)
+            tell("fairtrial: this window was released before: nothing was touched on the host")
+            return 0
         with runner.heeding_signals():
             try:
                 undo.acquire(runner, now=now)
@@ -316,8 +334,11 @@ def restore(path: Path, *, now: bool = False, accept: str | None = None, progres
                 raise Refused(str(error)) from None
             except Interrupted as error:
                 raise Refused(f"{error}: while another actor's restore was waited for; it goes on") from None
+            except Superseded as error:
+                tell(f"fairtrial: {error}")
+                return 0
             if _released_before(runner, state):
-                print("fairtrial: another restorer proved and released it", file=sys.stderr)
+                tell("fairtrial: another restorer proved and released it")
                 return 0
             return _restore(runner, store, records, state, accept)
 
@@ -353,10 +374,19 @@ def _restore(
     except Superseded as error:
         return 0 if _superseded(runner, str(error)) == 3 else 4
     if code != 4:
-        print("fairtrial: " + ("accepted" if accept else "production is proved to be back"), file=sys.stderr)
+        tell("fairtrial: " + ("accepted" if accept else "production is proved to be back"))
         _report(runner, 0)
         return 0
     return _report(runner, 4)
+
+
+def _held(runner: Runner) -> bool:
+    """Whether a host is still held by this window."""
+    for host in runner.experiment.hosts:
+        state = undo.look_at(runner, host)["state"]
+        if state.get("newest") and (state.get("hold") or {}).get("window") == runner.window:
+            return True
+    return False
 
 
 def _released_before(runner: Runner, state: State) -> bool:
@@ -422,13 +452,10 @@ def stop(path: Path) -> int:
         raise Refused(f"{path}: its runner (pid {owner.get('pid', '?')}) does not run here: fairtrial restore {path}")
     if state.status is not Status.RESTORING:
         (out / STOP).touch(mode=0o600)
-    print(f"fairtrial: asked pid {owner['pid']} to stop; waiting for its restore", file=sys.stderr)
+    tell(f"fairtrial: asked pid {owner['pid']} to stop; waiting for its restore")
     while _alive(owner):
         time.sleep(POLL_S)
     summary = json.loads(store.read("summary.json")) if store.exists("summary.json") else {}
     proved = summary.get("restored") is True
     print("production is proved to be back" if proved else f"production is NOT proved: fairtrial restore {path}")
     return 0 if proved else 4
-
-
-__all__ = ["Step", "canonical", "open_experiment", "register", "restore", "run", "run_experiment", "stop"]

@@ -21,7 +21,7 @@ import tomllib
 
 from fairtrial import conduct
 from fairtrial.canonical import canonical, sha256
-from fairtrial.errors import Refused
+from fairtrial.errors import ExperimentError, Refused
 from fairtrial.experiment import Experiment, Host, parse
 from fairtrial.progress import Lines, Progress
 from fairtrial.switch import procs
@@ -112,17 +112,20 @@ def run(*, story: str, out: Path, port: int, keep: bool, quick: bool, progress: 
     window = experiment(story=story, port=port, quick=quick)
     _restore_dead_demo(lines)
     code: int | None = None
-    ours = False
+    bring_up(port, quick, lines)
     try:
-        ours = bring_up(port, quick, lines)
         code = conduct.run_experiment(window, base=PACKAGE, out=out, progress=lines)
-        return code
+    except (Refused, ExperimentError, KeyboardInterrupt):
+        # Ctrl-C comes through only where no window runs: within one it is a signal like others.
+        code = 2
+        raise
     finally:
         # What is not proved stays as it is, for a person to look at.
-        if keep or code == 4:
+        if keep or code not in (0, 2, 3):
             lines.say(f"production stays: 127.0.0.1:{port}")
-        elif ours:
+        else:
             end_production(port, lines)
+    return code
 
 
 def _restore_dead_demo(lines: Progress) -> None:
@@ -153,8 +156,8 @@ def command(port: int, quick: bool) -> list[str]:
     ]
 
 
-def bring_up(port: int, quick: bool, lines: Progress) -> bool:
-    """Start production, or use one that an earlier demo left; whether production is a demo's now.
+def bring_up(port: int, quick: bool, lines: Progress) -> None:
+    """Start production, or use one that an earlier demo left. What it started does not outlive its failure.
 
     Raises ``Refused`` when anything else listens on the port, or on the arms'.
     """
@@ -169,7 +172,7 @@ def bring_up(port: int, quick: bool, lines: Progress) -> bool:
             )
         if listener["argv"] == argv:
             lines.say(f"an earlier demo left its production on port {port} (pid {listener['pid']}): using it")
-            return True
+            return
         lines.say(f"an earlier demo left another production on port {port} (pid {listener['pid']}): ending it")
         end_production(port, lines)
     for listener in _listeners(port + 1):
@@ -186,16 +189,25 @@ def bring_up(port: int, quick: bool, lines: Progress) -> bool:
             argv, env=environ, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     lines.say(f"production: the reference server on 127.0.0.1:{port} (pid {process.pid})")
+    try:
+        _wait_for(process, port, folder / "production.log")
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise Refused(f"production ended at once (exit {process.returncode}): look into {folder}/production.log")
+            raise Refused(f"production ended at once (exit {process.returncode}): look into {log}")
         with socket.socket() as probe:
             probe.settimeout(1)
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return True
+                return
         time.sleep(0.05)
-    raise Refused(f"production did not listen on port {port} within {START_LIMIT_S:g} s: {folder}/production.log")
+    raise Refused(f"production did not listen on port {port} within {START_LIMIT_S:g} s: look into {log}")
 
 
 def end_production(port: int, lines: Progress) -> None:

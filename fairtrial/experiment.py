@@ -354,6 +354,8 @@ def _across_arms(arms: tuple[Arm, ...]) -> Iterator[Fault]:
         if arm.name in seen:
             yield Fault(key=f"arms.{index}.name", message=f"{arm.name!r} is named twice")
         seen.add(arm.name)
+        if arm.name in ("restore", "switch"):
+            yield Fault(key=f"arms.{index}.name", message=f"{arm.name!r} is the name of a step: choose another")
         for name in arm.arguments:
             if not name.startswith("-"):
                 yield Fault(key=f"arms.{index}.arguments.{name}", message="must begin with a dash")
@@ -377,6 +379,9 @@ def _across_overlays(arms: tuple[Arm, ...], overlays: dict[str, Overlay], server
             )
     for name, overlay in overlays.items():
         targets = [file.target for file in overlay.files]
+        for target in targets:
+            if ".." in target.split("/"):
+                yield Fault(key=f"overlays.{name}.files", message=f"{target!r} leads out of its folder (..)")
         for target in sorted({target for target in targets if targets.count(target) > 1}):
             yield Fault(key=f"overlays.{name}.files", message=f"{target!r} is there twice")
         for number, target in enumerate(targets):

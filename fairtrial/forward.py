@@ -21,6 +21,7 @@ from fairtrial.measure import (
     cell_prompt,
     complete,
     greedy_prompts,
+    greedy_texts,
     identity_row,
     judge_probe,
     read_counters,
@@ -29,11 +30,16 @@ from fairtrial.measure import (
 )
 from fairtrial.restoration import document, generation, idle, memory
 from fairtrial.runner import Production, Runner
+from fairtrial.secrets import RUN_CHARACTERS
 from fairtrial.summary import write_summary
+from fairtrial.switch.state import canonical as host_canonical
 from fairtrial.window import Step
 
 MIN_FREE_B = 64 * 1024 * 1024
 CLOCK_SKEW_S = 2.0
+LOG_BLOCK = 1000
+LOG_BLOCK = 1000
+"""Lines of a log that are screened between two ticks."""
 REPORTED_LIMIT_B = 256 * 1024
 
 
@@ -46,6 +52,8 @@ def preflight(runner: Runner, step: Step) -> dict[str, Any]:
     if free_b < MIN_FREE_B:
         raise Refused(f"{runner.out}: {free_b >> 20} MiB are free, {MIN_FREE_B >> 20} are needed for the evidence")
     _overlay_sources(runner)
+    if experiment.checks is not None and experiment.checks.greedy.file is not None:
+        greedy_texts(runner)
     host = experiment.production.host
     found = _look(runner, host)
     _ask_host(runner, host, found)
@@ -88,7 +96,13 @@ def preflight(runner: Runner, step: Step) -> dict[str, Any]:
             )
         _short_cell(runner)
         if experiment.checks is not None and any(arm.checks for arm in experiment.arms):
-            judge_probe(runner, ask_probe(runner, base, f"preflight/{runner.window}"))
+            probe = ask_probe(runner, base, f"preflight/{runner.window}")
+            if probe["cached_tokens"] is None:
+                raise Refused(
+                    f"production on port {base.port} says nothing of cached tokens: checks need every probe proved "
+                    "cold (vLLM: --enable-prompt-tokens-details); or leave the arms' checks out"
+                )
+            judge_probe(runner, probe)
     except StepFailed as error:
         raise Refused(f"production cannot do what the protocol needs: {error}") from None
     return proved
@@ -227,12 +241,16 @@ def _contexts(runner: Runner) -> None:
         value = option(wanted.argv, argument)
         if value is None or not value.isdecimal():
             continue
-        for cell in experiment.protocol.cells:
-            needed = cell.prompt_tokens + cell.output_tokens
-            if needed > int(value):
+        asked = [(f"cell {cell.name}", cell.prompt_tokens, cell.output_tokens) for cell in experiment.protocol.cells]
+        if experiment.checks is not None and arm.checks:
+            greedy = experiment.checks.greedy
+            asked.append(("the probe", experiment.checks.probe.tokens, 1))
+            asked.append(("a greedy prompt", 0 if greedy.file else greedy.prompt_tokens, greedy.output_tokens))
+        for what, prompt_tokens, output_tokens in asked:
+            if prompt_tokens + output_tokens > int(value):
                 raise Refused(
-                    f"arm {arm.name}: {argument} {value} is smaller than cell {cell.name}'s {cell.prompt_tokens} + "
-                    f"{cell.output_tokens} tokens: the server would cut it in silence"
+                    f"arm {arm.name}: {argument} {value} is smaller than {what}'s {prompt_tokens} + {output_tokens} "
+                    "tokens: the server would cut it in silence"
                 )
 
 
@@ -400,8 +418,12 @@ def switch(runner: Runner, step: Step) -> dict[str, Any]:
         ]
         rows = runner.play(host, verbs, limit_s=30)
         answered = next((row for row in rows if row.get("verb") == "ask"), {})
-        if answered.get("nonce") != nonce:
-            raise StepFailed(f"{host}: the dead-man's switch did not answer: production is not stopped without it")
+        told = sha256(host_canonical(runner.document))
+        if answered.get("nonce") != nonce or answered.get("restore_sha256") != told:
+            raise StepFailed(
+                f"{host}: the dead-man's switch did not answer with our nonce and the restore it was given: production "
+                "is not stopped without it"
+            )
         armed.append(host)
     runner.watch()
     deadline = runner.now() + 5 * NS
@@ -424,7 +446,9 @@ def wait_idle(runner: Runner, step: Step) -> dict[str, Any]:
         found = read_counters(runner, base)
         now = runner.now()
         if found is None or found.running is None:
-            unseen = True
+            # Counters that cannot be read now are unknown, not idle; a server that has none is never idle to us.
+            unseen = runner.experiment.server.metrics is None
+            quiet_since = quiet_since if unseen else now
         elif found.running + (found.waiting or 0) > 0:
             quiet_since = now
         if now - quiet_since >= waits.idle_s * NS:
@@ -535,6 +559,8 @@ def start(runner: Runner, step: Step) -> dict[str, Any]:
         ],
         limit_s=60,
     )[0]
+    if row.get("unwritten"):
+        runner.progress.say(f"  ! {host}: not written there: {'; '.join(row['unwritten'])}")
     view.arm = Serving(pid=row["pid"], start=row["start"], port=arm.port)
     runner.enter("started")
     runner.watch()
@@ -568,7 +594,6 @@ def _stop_what_serves(runner: Runner, host: str) -> dict[str, Any]:
             "idle": idle(experiment),
         }
         view.leave("idle")
-        runner.down_ns = runner.now()
     view.leave("started", "ready")
     limit_s = experiment.production.stop_limit_s + 240
     row = runner.play(host, [end], limit_s=limit_s)[0]
@@ -740,9 +765,17 @@ def collect_log(runner: Runner, arm: Arm) -> tuple[str, int]:
     up while it is asked is not kept.
     """
     content = runner.fetch(runner.experiment.production.host, arm_log(runner, arm)) or b""
-    kept, dropped = runner.screen.lines(runner.secrets.clean(content.decode(errors="replace")))
-    runner.keep("write", f"arms/{arm.name}/server.log", kept.encode())
-    return kept, dropped
+    lines = runner.secrets.clean(content.decode(errors="replace")).split("\n")
+    kept: list[str] = []
+    for first in range(0, len(lines), LOG_BLOCK):
+        # A large log takes seconds to screen; a run may lie across a block's ends.
+        begin, end = max(0, first - RUN_CHARACTERS), first + LOG_BLOCK
+        held = runner.screen.held(lines[begin : end + RUN_CHARACTERS])
+        kept += [line for number, line in enumerate(lines[first:end], start=first - begin) if number not in held]
+        runner.tick()
+    text = "\n".join(kept)
+    runner.keep("write", f"arms/{arm.name}/server.log", text.encode())
+    return text, len(lines) - len(kept)
 
 
 def reading(runner: Runner, step: Step) -> dict[str, Any]:

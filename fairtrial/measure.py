@@ -119,29 +119,39 @@ def read_counters(runner: Runner, base: Endpoint) -> Counters | None:
     return counters(exchange.body.decode(errors="replace")) if exchange.status == 200 else None
 
 
-def served(runner: Runner, base: Endpoint, before: Counters | None) -> tuple[str, Counters | None]:
-    """Whether nobody else was served since ``before``, in which we sent one request. Raises ``StepFailed`` if so.
+def served(runner: Runner, base: Endpoint, before: Counters | None, tokens: int) -> tuple[str, Counters | None]:
+    """Whether nobody else was served since ``before``, in which we had one request of ``tokens`` in all.
 
-    The server may count a request a little after it answered: it is asked again for ``counters_wait_s``.
+    Finished requests prove it, or where the server counts none, tokens. Raises ``StepFailed`` when more moved than
+    ours. The server may count a request a little after it answered: it is asked again for ``counters_wait_s``.
     """
-    if before is None or before.finished is None:
-        return "unproved", None
     deadline = runner.now() + int(runner.experiment.server.counters_wait_s * NS)
     while True:
         after = read_counters(runner, base)
-        if after is None or after.finished is None:
+        if before is None or after is None:
             return "unproved", after
-        moved = after.finished - before.finished
-        if moved > 1:
+        if before.finished is not None and after.finished is not None:
+            what, moved, ours = "requests", after.finished - before.finished, 1
+        elif (first := _tokens(before)) is not None and (last := _tokens(after)) is not None:
+            what, moved, ours = "tokens", last - first, tokens
+        else:
+            return "unproved", after
+        if moved > ours:
             raise StepFailed(
-                f"port {base.port}: the server finished {moved} requests where this window sent 1: "
+                f"port {base.port}: the server counts {moved} {what} where this window asked for {ours}: "
                 "somebody else was served during this cell"
             )
-        if moved == 1:
+        if moved == ours:
             return "proved", after
         if runner.now() > deadline:
             return "unproved", after
         runner.pause(0.02)
+
+
+def _tokens(found: Counters) -> int | None:
+    if found.prompt_tokens is None or found.generation_tokens is None:
+        return None
+    return found.prompt_tokens + found.generation_tokens
 
 
 def cold(runner: Runner, what: str, cached: int | None, before: Counters | None, after: Counters | None) -> str:
@@ -206,7 +216,7 @@ def run_cell(runner: Runner, arm: Arm, cell: Cell, rep: int) -> dict[str, Any]:
     complete(runner, what, exchange, cell.prompt_tokens, cell.output_tokens)
     measured = exchange.measured
     assert measured is not None
-    alone, after = served(runner, base, before)
+    alone, after = served(runner, base, before, cell.prompt_tokens + cell.output_tokens)
     row = {
         "arm": arm.name,
         "cell": cell.name,

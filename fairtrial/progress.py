@@ -25,6 +25,14 @@ def clock(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
 
 
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print one message to a person (standard error). A terminal that is closed stops nothing, a restore least."""
+    try:
+        print(text, file=stream or sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass
+
+
 class Lines:
     """Plain lines on a stream (standard error)."""
 
@@ -51,11 +59,7 @@ class Lines:
         )
 
     def say(self, text: str) -> None:
-        try:
-            print(text, file=self._stream, flush=True)
-        except (BrokenPipeError, OSError):
-            # A closed terminal must not stop a restore.
-            pass
+        tell(text, self._stream)
 
 
 def _ctrl_c(step: Step) -> str:

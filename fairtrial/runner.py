@@ -131,11 +131,8 @@ class Runner:
         self.readers: dict[str, Channel] = {}
         self.installed: dict[str, str] = {}
         self.held_ns: int | None = None
-        self.down_ns: int | None = None
-        self.back_ns: int | None = None
         self.signals: list[str] = []
         self.refused: Refused | None = None
-        self.durations: dict[str, float] = {}
         self.minima: dict[str, dict[str, int]] = {}
         self.seal: str | None = None
         self.accepted: dict[str, Any] | None = None
@@ -218,8 +215,10 @@ class Runner:
             observed = act(self, step)
             self._raise_interrupt()
         except Refused as error:
-            self.refused = error
-            outcome, stop = Outcome.REFUSED, ("refused", str(error))
+            # An undo step that refuses has failed: it is owed still, and is not tried for ever.
+            self.refused = None if step.undoes else error
+            outcome = Outcome.FAILED if step.undoes else Outcome.REFUSED
+            stop = ("refused", str(error))
         except Interrupted as error:
             outcome, stop = Outcome.UNKNOWN, (error.kind, error.reason)
         except HoldLost as error:
@@ -235,7 +234,6 @@ class Runner:
             # A fault of ours must restore like any other; its message may hold a body, its place cannot.
             outcome, stop = Outcome.UNKNOWN, ("internal error", _place(error))
         seconds = (self.backend.monotonic_ns() - began_ns) / NS
-        self.durations[step.name] = self.durations.get(step.name, 0.0) + seconds
         ended: dict[str, Any] = {"step": step.name, "outcome": outcome, "seconds": round(seconds, 3)}
         ended |= {"observed": observed or {}}
         if stop:
@@ -318,6 +316,10 @@ class Runner:
         causes = [("signal", f"{name} was received") for name in self.signals]
         self.signals.clear()
         causes += [(f"guard {trip.guard}", trip.reason) for trip in evaluate(self.view, self.experiment)]
+        if self.store.low:
+            # What is left of the reserve is for the records of the restore, the summary and the seal.
+            reason = f"the disk of the evidence is full, its reserve was given up: free space below {self.out}"
+            causes.append(("disk", reason))
         if self.held_ns is not None and self.elapsed_s() > self.bounds.abort_s:
             causes.append(
                 (

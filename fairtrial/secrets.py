@@ -180,6 +180,12 @@ class Screen:
     def lines(self, text: str) -> tuple[str, int]:
         """Return the lines that may be kept, each as it was, and the number of those dropped."""
         lines = text.split("\n")
+        dropped = self.held(lines)
+        return "\n".join(line for number, line in enumerate(lines) if number not in dropped), len(dropped)
+
+    def held(self, lines: Sequence[str]) -> set[int]:
+        """Return the numbers of the lines that hold a run, or a part of one that goes on in the next."""
+        text = "\n".join(lines)
         starts = [0]
         for line in lines:
             starts.append(starts[-1] + len(line) + 1)
@@ -189,7 +195,7 @@ class Screen:
         for number, line in enumerate(lines):
             if "\\" in line and number not in dropped and self._holds_escaped(line):
                 dropped.add(number)
-        return "\n".join(line for number, line in enumerate(lines) if number not in dropped), len(dropped)
+        return dropped
 
     def _held(self, text: str) -> Iterator[tuple[int, int]]:
         if self._runs:

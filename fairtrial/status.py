@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fairtrial.decide import State
 from fairtrial.demo import state_folder
 from fairtrial.errors import EvidenceError, Refused
+from fairtrial.experiment import Experiment
 from fairtrial.store import Directory
 from fairtrial.summary import load_evidence
 from fairtrial.window import steps
@@ -16,9 +18,11 @@ from fairtrial.window import steps
 
 def text(path: Path | None) -> str:
     """The status of this machine, and of one window's folder if one is named. Raises ``Refused``."""
-    lines = _host(Path(state_folder()))
-    if path is not None:
-        lines += _window(path)
+    if path is None:
+        return "\n".join(_host(Path(state_folder()))) + "\n"
+    experiment, state, records = _evidence(path)
+    lines = [line for host in experiment.hosts.values() for line in _host(Path(host.state))]
+    lines += _window(path, experiment, state, records)
     return "\n".join(lines) + "\n"
 
 
@@ -44,11 +48,14 @@ def _host(state: Path) -> list[str]:
     return lines
 
 
-def _window(path: Path) -> list[str]:
+def _evidence(path: Path) -> tuple[Experiment, State, list[dict[str, Any]]]:
     try:
-        experiment, state, records = load_evidence(Directory.open(path))
+        return load_evidence(Directory.open(path))
     except (EvidenceError, FileNotFoundError, NotADirectoryError) as error:
         raise Refused(f"{path}: no window's folder: {error}") from None
+
+
+def _window(path: Path, experiment: Experiment, state: State, records: list[dict[str, Any]]) -> list[str]:
     done = [step.name for step in steps(experiment) if step.name in state.ended]
     lines = [f"{path}: window {records[0]['window'] if records else '?'}: {state.status}, in {state.step or 'no step'}"]
     lines.append(f"  {len(done)} steps ended: {', '.join(f'{name} {state.ended[name]}' for name in done)}")

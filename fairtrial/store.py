@@ -26,7 +26,10 @@ class Store(Protocol):
 
     ``read``, ``digest``, ``remove`` and ``truncate`` raise ``FileNotFoundError`` for a name that is not there.
     What ``write``, ``append``, ``remove`` and ``truncate`` changed survives a power cut once they returned.
+    ``low`` is true once a full disk has cost the reserve.
     """
+
+    low: bool
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a whole file: a reader sees the old content or the new. ``OSError`` leaves the old."""
@@ -67,6 +70,7 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.low = False
         self._descriptors: dict[str, int] = {}
         self._anchor: tuple[Path, os.stat_result] | None = None
 
@@ -175,6 +179,7 @@ class Directory:
         except OSError as error:
             if error.errno not in _FULL or not self.exists(RESERVE):
                 raise
+            self.low = True
             self.release_reserve()
             operation()
 

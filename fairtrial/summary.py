@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from fairtrial import __version__, rule
 from fairtrial.decide import State, Status, fold
 from fairtrial.errors import EvidenceError, ExperimentError
 from fairtrial.experiment import Experiment, parse
-from fairtrial.guards import NS
 from fairtrial.ledger import read as read_ledger
 from fairtrial.store import Store
 
@@ -88,7 +88,7 @@ def summarise(
     read: bool,
     restored: bool,
     registered: bool,
-    durations: Mapping[str, float],
+    records: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Compute the summary of a folder; it can be computed again from the rest of the evidence."""
@@ -106,10 +106,40 @@ def summarise(
         "stop": state.stop.dump() if state.stop else None,
         "cells": [{key: value for key, value in row.items() if key != "content_ns"} for row in cells],
         "checks": {arm: None if rows is None else len(rows) for arm, rows in checks.items()},
-        "durations": {name: round(seconds, 3) for name, seconds in durations.items()},
+        **times(records),
         "versions": {"fairtrial": __version__, "python": platform.python_version(), "server": _server_version(store)},
         **extra,
     }
+
+
+def times(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds by step, of the HOLD, and of production's downtime (None: it was not stopped), from a ledger.
+
+    Every actor's records count; between two of them the wall clock runs, so that a dead runner's time is in it. The
+    downtime runs from the begin of the first arm's start to the last proof of production, or to the last record.
+    """
+    durations: dict[str, float] = {}
+    held = down = back = None
+    for record in records:
+        step, kind = record.get("step"), record["kind"]
+        if kind == "begin":
+            held = held or (record["at"] if step == "hold" else None)
+            down = down or (record["at"] if str(step).endswith(".start") and step != "restore.start" else None)
+        elif kind == "end":
+            durations[str(step)] = round(durations.get(str(step), 0.0) + float(record.get("seconds", 0.0)), 3)
+            back = record["at"] if step == "restore.prove" and record["outcome"] == "ok" else back
+    last = records[-1]["at"] if records else None
+    return {
+        "durations": durations,
+        "hold_s": _between_s(held, last),
+        "downtime_s": _between_s(down, back or last),
+    }
+
+
+def _between_s(begin: str | None, end: str | None) -> float | None:
+    if begin is None or end is None:
+        return None
+    return round((datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds(), 3)
 
 
 def _server_version(store: Store) -> object:
@@ -123,9 +153,6 @@ def _server_version(store: Store) -> object:
 
 def write_summary(runner: Runner, *, read: bool, restored: bool = False) -> dict[str, Any]:
     """Write ``summary.json``: the cells are saved before the reading is tried."""
-    down_s = None
-    if runner.down_ns is not None:
-        down_s = round(((runner.back_ns or runner.now()) - runner.down_ns) / NS, 3)
     summary = summarise(
         runner.store,
         runner.experiment,
@@ -133,11 +160,9 @@ def write_summary(runner: Runner, *, read: bool, restored: bool = False) -> dict
         read=read,
         restored=restored,
         registered=json.loads(runner.store.read("registration.json"))["registered"],
-        durations=runner.durations,
+        records=runner.ledger.records,
         extra={
             **({"accepted": runner.accepted} if runner.accepted else {}),
-            "hold_s": round(runner.elapsed_s(), 3),
-            "downtime_s": down_s,
             "window": runner.window,
         },
     )

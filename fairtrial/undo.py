@@ -29,6 +29,8 @@ def acquire(runner: Runner, *, now: bool = False) -> None:
 
     Raises ``StepFailed`` when the term is live and stays so.
     """
+    # the program's copy on the host goes with the HOLD
+    runner.installed.clear()
     for host in runner.experiment.hosts:
         patience_ns = runner.now() + int((runner.experiment.waits.lease_s + longest_restore_s(runner)) * NS)
         while True:
@@ -37,8 +39,16 @@ def acquire(runner: Runner, *, now: bool = False) -> None:
             newest = state.get("newest")
             opening = any(one["mode"] == "hold" and one["window"] == runner.window for one in looked["steps"])
             if newest is None or (state.get("hold") or {}).get("window") != runner.window:
-                if runner.term is not None:
+                last = state.get("last") or {}
+                if last.get("window") == runner.window and last.get("state") == "released" and newest is None:
                     raise Superseded(f"{host}: another actor restored this window and released it")
+                if newest is not None and runner.term is not None:
+                    raise Superseded(f"{host}: it was given back, and another window holds it now")
+                if runner.term is not None:
+                    raise StepFailed(
+                        f"{host}: the HOLD's files are gone from {runner.experiment.hosts[host].state}, and nobody "
+                        "gave it back: look at what serves and what runs there, then restart production by hand"
+                    )
                 if newest is None and opening and runner.now() < patience_ns:
                     # a killed runner's opener may be about to make the HOLD
                     runner.pause(0.1)
@@ -106,6 +116,12 @@ def _as_owner(act: Act) -> Act:
         while True:
             if runner.view.lost:
                 acquire(runner)
+            if runner.view.lost:
+                host, reason = next(iter(runner.view.lost.items()))
+                raise StepFailed(
+                    f"{host}: there is no HOLD of this window to act under ({reason}): look at what serves "
+                    "and what runs there, then bring production back by hand"
+                )
             try:
                 return act(runner, step)
             except HoldLost as error:
@@ -130,8 +146,9 @@ def prove(runner: Runner, step: Step) -> dict[str, Any]:
     """Prove production: identity, readiness and one generation on its host, then the greedy answers."""
     waits = runner.experiment.waits
     limit_s = runner.experiment.production.start_limit_s + waits.settle_s + LOCK_WAIT_S
-    if runner.document is None and runner.term is None:
-        # Nothing was ever held: production was never touched, and must only be seen to serve.
+    if runner.document is None and (runner.term is None or not runner.state.restorers):
+        # Nothing was held, or this runner had compiled no restore yet: production was never touched, and must only be
+        # seen to serve.
         runner.document = document(
             runner.experiment,
             window=runner.window,
@@ -140,7 +157,6 @@ def prove(runner: Runner, step: Step) -> dict[str, Any]:
             log="/dev/null",
         )
     rows = _play(runner, step, limit_s)
-    runner.back_ns = runner.now()
     _record(runner, "proved")
     return {"proved": rows[0].get("observed", {}), "greedy": _greedy(runner)}
 
@@ -232,7 +248,11 @@ def switch_off(runner: Runner, step: Step) -> dict[str, Any]:
 
 def seal_and_release(runner: Runner, step: Step) -> dict[str, Any]:
     """Close the evidence with its hashes, then release the HOLD. The ledger's last record is ``release.begin``."""
-    write_summary(runner, read=runner.state.complete, restored=runner.accepted is None)
+    try:
+        write_summary(runner, read=runner.state.complete, restored=runner.accepted is None)
+    except (OSError, FairtrialError) as error:
+        # Production is proved: evidence that is damaged or gone keeps no host from being given back.
+        report_unwritten("summary.json", error)
     runner.record("release.begin")
     runner.view.leave(*list(runner.view.phases))
     readers, runner.readers = runner.readers, {}
@@ -246,8 +266,12 @@ def seal_and_release(runner: Runner, step: Step) -> dict[str, Any]:
         report_unwritten("SHA256SUMS: this evidence has no seal", error)
     if not _holds(runner):
         return {}
-    # The release removes that copy.
-    runner.installed.clear()
+    # The release removes that copy, and the lease: a renewal on its way would make it again.
+    if (runner.out / "switch" / "host.pyz").exists() or runner.state.restorers:
+        runner.installed.clear()
+    openers, runner.openers = runner.openers, {}
+    for opener in openers.values():
+        opener.close()
     for host in runner.experiment.hosts:
         verb = {"verb": "off", "what": "hold", "seal": runner.seal}
         reply = runner._send(host, "play", {"verbs": [verb]}, LOCK_WAIT_S + 30)

@@ -54,7 +54,7 @@ def _production(summary: dict[str, Any]) -> str:
     down_s = summary.get("downtime_s")
     down = "was not stopped" if down_s is None else f"down {down_s:.1f} s"
     if summary["restored"]:
-        return f"production: proved to be back; {down}; HOLD {summary['hold_s']:.1f} s"
+        return f"production: proved to be back; {down}; HOLD {summary['hold_s'] or 0:.1f} s"
     if summary.get("accepted"):
         accepted = summary["accepted"]
         return f"production: accepted by {accepted['by']} ({accepted['reason']}), not proved"

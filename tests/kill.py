@@ -134,6 +134,7 @@ class Program:
     def __init__(self, lane: Lane, words: Sequence[object], points: Sequence[dict[str, Any]] = ()) -> None:
         self.words = [str(word) for word in words]
         lane.started += 1
+        lane.programs.append(self)
         self._out = [lane.folder / f"{lane.started}.{name}" for name in ("stdout", "stderr")]
         argv = [sys.executable, str(HERE), "--trap", json.dumps(list(points)), *self.words]
         if not points:
@@ -145,7 +146,10 @@ class Program:
 
     def stopped(self) -> None:
         """Wait until SIGSTOP has stopped it."""
-        until(lambda: os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT), "stopped")
+        looks = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+        found = until(lambda: os.waitid(os.P_PID, self.process.pid, looks), "stopped, or ended")
+        if found.si_code != os.CLD_STOPPED:
+            raise AssertionError(f"it was to be stopped, and ended: {self.end()}")
 
     def send(self, number: int) -> None:
         """Send it a signal."""
@@ -171,6 +175,7 @@ class Lane:
         self.port = _two_free_ports()
         self.environ = {**os.environ, demo.STATE: str(self.state), "PYTHONDONTWRITEBYTECODE": "1"}
         self.count = self.started = 0
+        self.programs: list[Program] = []
 
     def out(self) -> Path:
         """A new evidence folder."""
@@ -197,8 +202,17 @@ class Lane:
         """The process that listens on production's port."""
         return next(iter(procs.listeners(self.port)), None)
 
+    def served(self) -> procs.Key | None:
+        """Which very process production is."""
+        stat = self.production()
+        return stat.key if stat else None
+
     def close(self) -> None:
         """End what this lane started."""
+        for program in self.programs:
+            if program.process.poll() is None:
+                program.process.kill()
+                program.process.wait()
         for one in procs.steps(str(self.state)):
             procs.send(one["pid"], one["start"], signal.SIGKILL)
         for port in (self.port + 1, self.port):

@@ -296,6 +296,12 @@ def test_an_overlay_built_from_another_base_is_refused(rig: Rig) -> None:
     rig.assert_untouched()
 
 
+def test_an_overlay_that_leads_out_of_its_folder_is_refused(rig: Rig) -> None:
+    ended = rig.run(overlaid(rig, target="../../elsewhere.py"))
+    assert ended.code == 2
+    assert "overlays.fix.files: '../../elsewhere.py' leads out of its folder" in ended.stderr
+
+
 def test_a_staged_tree_that_differs_stops_and_is_never_overwritten(rig: Rig) -> None:
     rig.serve()
     there = rig.folder / "generated" / "fix" / "kernel.py"
@@ -311,6 +317,15 @@ def test_a_server_that_loads_other_files_than_it_was_told_stops(rig: Rig) -> Non
     rig.serve()
     ended = rig.run(overlaid(rig, "ignores-overlay"))
     stopped(rig, ended, "fix.identity", "did not load what was meant: kernel.py")
+
+
+def test_an_arm_can_take_a_variable_and_an_argument_away(rig: Rig) -> None:
+    rig.serve("moody", FENCE="1")
+    ended = rig.run(rig.experiment(arms=[rig.arm(arguments={"--fault": False}, environment={"FENCE": False})]))
+    completed(rig, ended)
+    identity = json.loads((ended.out / "arms" / "off" / "identity.json").read_bytes())
+    assert "FENCE" not in identity["environ"]
+    assert "--fault" not in identity["argv"]
 
 
 # ---- stopped: an arm's server is not what it should be ---
@@ -375,6 +390,7 @@ def test_an_arms_port_that_is_taken_after_preflight_stops(rig: Rig) -> None:
         ("not-http", ("not HTTP/1.1",)),
         ("not-a-stream", ("not an event stream",)),
         ("slow", ("no whole answer within 0.7 s",)),
+        ("endless", ("no whole answer within 0.7 s",)),
         ("counts-others", ("finished 2 requests where this window sent 1", "somebody else")),
         ("odd-metrics", ("/metrics, line 3", "not a whole number", "look at the server")),
     ],
@@ -382,7 +398,7 @@ def test_an_arms_port_that_is_taken_after_preflight_stops(rig: Rig) -> None:
 def test_an_answer_that_is_not_whole_and_honest_stops(rig: Rig, fault: str, words: tuple[str, ...]) -> None:
     rig.serve()
     experiment = rig.experiment(arms=[rig.arm(fault=fault)])
-    if fault == "slow":
+    if fault in ("slow", "endless"):
         experiment["protocol"]["limit_s"] = 0.7
     stopped(rig, rig.run(experiment), "off.requests", *words)
 
@@ -456,3 +472,36 @@ def test_a_tell_where_it_should_be_is_no_obstacle(rig: Rig) -> None:
     rig.serve()
     arms = [rig.arm("off"), rig.arm("fix", environment={"FENCE": "1"}, tells=[{"log": "^fence: on$"}])]
     completed(rig, rig.run(rig.experiment(arms=arms)))
+
+
+# ---- production that does not come back as it was ---
+
+
+def test_production_that_answers_otherwise_after_its_restart_is_not_proved(rig: Rig) -> None:
+    rig.serve("reborn")
+    ended = rig.run(rig.experiment(**rig.matched()))
+    assert ended.code == 4, ended.stderr
+    for word in ("answers 0 of 3 greedy prompts as it did before", "A person must act now", "--accept REASON"):
+        assert word in ended.stderr
+    again = rig.command("restore", str(ended.out))
+    assert again.code == 4, again.stderr
+    accepted = rig.command("restore", str(ended.out), "--accept", "it draws its weights at its start")
+    assert accepted.code == 0, accepted.stderr
+    rig.assert_back()
+    rig.assert_sealed(ended)
+    summary = ended.summary
+    assert (summary["restored"], summary["accepted"]["reason"]) == (False, "it draws its weights at its start")
+
+
+def test_production_that_does_not_start_again_is_not_proved_until_it_does(rig: Rig) -> None:
+    once = rig.folder / "started"
+    rig.serve("once", ONCE=str(once))
+    ended = rig.run(rig.experiment(arms=[rig.arm(arguments={"--fault": False})]))
+    assert ended.code == 4, ended.stderr
+    assert "which was started to serve" in ended.stderr
+    assert len(ended.summary["cells"]) == 2
+    once.unlink()
+    again = rig.command("restore", str(ended.out))
+    assert again.code == 0, again.stderr
+    rig.assert_back()
+    rig.assert_sealed(ended)

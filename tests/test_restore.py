@@ -111,11 +111,11 @@ def test_a_restorer_that_is_killed_is_followed_by_the_next(lane: kill.Lane, out:
 def test_restoring_again_what_was_released_touches_nothing(lane: kill.Lane, out: Path) -> None:
     killed(lane, out, "fix.start")
     assert lane.run("restore", out).exit == 0
-    before = bytes_of(out), bytes_of(lane.state), lane.production()
+    before = bytes_of(out), bytes_of(lane.state), lane.served()
     again = lane.run("restore", out)
     assert again.exit == 0
     assert "nothing was touched" in again.stderr
-    assert (bytes_of(out), bytes_of(lane.state), lane.production()) == before
+    assert (bytes_of(out), bytes_of(lane.state), lane.served()) == before
 
 
 def test_a_cell_that_landed_before_the_kill_is_in_the_summary(lane: kill.Lane, out: Path) -> None:
@@ -211,36 +211,36 @@ def test_a_runner_that_is_taken_over_from_writes_nothing_more(lane: kill.Lane, o
     program.stopped()
     assert lane.run("restore", out, "--now").exit == 0
     assert_restored(lane, out)
-    before, production = bytes_of(out), lane.production()
+    before, production = bytes_of(out), lane.served()
     program.send(signal.SIGCONT)
     ended = program.end()
     assert ended.exit == 3, ended.stderr
     assert bytes_of(out) == before
-    assert lane.production() == production
+    assert lane.served() == production
 
 
 @pytest.mark.parametrize("step", ["off.requests", "cause.start", "restore.end"])
 def test_a_runner_that_was_stopped_past_its_lease_measures_no_more(lane: kill.Lane, out: Path, step: str) -> None:
     program = stopped(lane, out, step)
-    cells, production = kill.rows(out), lane.production()
+    cells, production = kill.rows(out), lane.served()
     program.send(signal.SIGCONT)
     ended = program.end()
     # it comes next after the switch: it proves the greedy answers, closes, seals and releases
     assert ended.exit == (0 if step == "restore.end" else 3), ended.stderr
     assert kill.rows(out) == cells
-    assert lane.production() == production
+    assert lane.served() == production
     assert_restored(lane, out)
 
 
 def test_a_runner_that_wakes_up_after_its_window_was_restored_changes_nothing(lane: kill.Lane, out: Path) -> None:
     program = stopped(lane, out, "off.checks")
     assert lane.run("restore", out).exit == 0
-    before, production = bytes_of(out), lane.production()
+    before, production = bytes_of(out), lane.served()
     program.send(signal.SIGCONT)
     ended = program.end()
     assert ended.exit == 3, ended.stderr
     assert bytes_of(out) == before
-    assert lane.production() == production
+    assert lane.served() == production
     assert_restored(lane, out)
 
 

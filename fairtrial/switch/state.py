@@ -21,7 +21,7 @@ YOUNG_S = 10.0
 LEASE_S = 120.0
 LONGEST_LEASE_S = 3600.0
 LEASE_LOCK_S = 3.0
-FINISHED = ("served", "down", "proved", "released")
+FINISHED = ("served", "down", "released")
 STATES = ("held", "restoring", "served", "proved", "down", "released")
 TERM_FILE = re.compile(r"term-([1-9][0-9]*)\.json\Z")
 

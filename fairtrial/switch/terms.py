@@ -156,7 +156,7 @@ def note(actor: Actor, state: str, seal: str | None = None, detail: str | None =
 
 
 def off_hold(actor: Actor, args: Json) -> Json:
-    """Give the host back: remove what the window left, write ``released``, remove the own file last.
+    """Give the host back: remove what the window left, write ``released``, remove the own file, then the lease.
 
     ``args``: ``seal``. A kill at any point leaves a state that the next call finishes.
     """
@@ -191,8 +191,9 @@ def off_hold(actor: Actor, args: Json) -> Json:
                 state.note(actor.term, actor.identity, "released", args.get("seal"))
             except OSError as error:
                 problems.append(str(error))
-            state.remove("lease")
-            state.sync()
             os.unlink(state.path(own))
+            state.sync()
+            # last, for it is what is locked: a renewal that waits for it finds that its term is gone, and makes none
+            state.remove("lease")
             state.sync()
     return {"released": True} | ({"unwritten": problems} if problems else {})

@@ -71,6 +71,9 @@ FAULTS = {
     "moody": "never answers a prompt twice in the same way",
     "no-tokenizer": "has no tokenizer",
     "ignores-overlay": "loads its own files whatever it is told to mount",
+    "endless": "never ends a stream",
+    "reborn": "answers greedy prompts otherwise at every start",
+    "once": "starts once: not while the file named by ONCE is there",
     "counts-others": "counts a finished request that nobody sent, in every stream",
     "odd-metrics": "its counters hold what is no number",
 }
@@ -252,6 +255,9 @@ class Handler(BaseHTTPRequestHandler):
                 choice |= {"text": "", "token_ids": None}
             choice["finish_reason"] = "length" if last and fault != "no-finish" else None
             yield event({"choices": [choice]})
+            while fault == "endless" and len(tokens) > 2:
+                time.sleep(0.02)
+                yield event({"choices": [choice | {"finish_reason": None}]})
             if fault == "error-event":
                 yield event({"error": {"message": f"{ERROR_WORD} {token_text(token)}", "type": "EngineDeadError"}})
                 yield "data: [DONE]\n\n"
@@ -278,6 +284,8 @@ def answer_token(server: Server, prompt: list[int], asked: dict[str, Any], numbe
     seed = zlib.crc32(json.dumps(prompt).encode())
     if server.fault == "other-answers":
         seed += 1
+    if server.fault == "reborn":
+        seed += os.getpid()
     if server.fault == "moody":
         seed += zlib.crc32(str(asked.get("cache_salt")).encode())
     return (seed + 37 * number) % 256
@@ -327,6 +335,12 @@ def main() -> int:
     if given.fault == "die":
         print("loading\nfatal: no such device", file=sys.stderr, flush=True)
         return 3
+    if given.fault == "once":
+        try:
+            os.close(os.open(os.environ["ONCE"], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            print("fatal: only once", flush=True)
+            return 3
     if given.fault == "restarts" and "UNDECLARED" not in os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "UNDECLARED": "1"})
     if given.fault == "other-process":

@@ -121,11 +121,11 @@ class Rig:
         self._started.append(process)
         return process
 
-    def serve(self, fault: str = "", *, port: int | None = None) -> subprocess.Popen[bytes]:
+    def serve(self, fault: str = "", *, port: int | None = None, **environ: str) -> subprocess.Popen[bytes]:
         """Start a scripted server, production if no port is named, and wait until it listens."""
         argv = [sys.executable, str(SERVER), "--port", str(port or self.port), "--max-model-len", "4096"]
         argv += ["--fault", fault] if fault else []
-        process = self.spawn(argv)
+        process = self.spawn(argv, **environ)
         wait_for(lambda: procs.listens(port or self.port), "the server listens")
         if port is None:
             self.argv, self.pid = argv, process.pid
