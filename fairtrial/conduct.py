@@ -26,11 +26,12 @@ from fairtrial.ledger import NAME as LEDGER
 from fairtrial.ledger import Ledger, utc_text
 from fairtrial.progress import Lines, Progress, tell
 from fairtrial.restoration import document
-from fairtrial.runner import Interrupted, Runner
+from fairtrial.runner import Runner
 from fairtrial.secrets import Secrets
 from fairtrial.store import Directory, report_unwritten
 from fairtrial.summary import load_evidence
 from fairtrial.switch import bundle
+from fairtrial.ticks import Interrupted
 from fairtrial.window import bounds, hold_s, steps
 
 REGISTRATION = "fairtrial.registration/1"

@@ -81,6 +81,8 @@ class Production(Part):
     stop_limit_s: Annotated[float, Field(gt=0, le=90)] = 60
     grace_s: Annotated[float, Field(gt=0, le=80)] = 30
     """Between SIGTERM and SIGKILL, for production and for arms."""
+    log: str | None = Field(default=None, pattern=r"^/")
+    """Where production's output goes once it is started again; none: to the file that it goes to now."""
 
 
 class OverlayFile(Part):

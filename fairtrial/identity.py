@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fairtrial.experiment import Arm, Experiment
 
@@ -20,13 +21,83 @@ _NUMBER = re.compile(r"^-\d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A server process as the host sees it: arguments, environment, program, folder, user."""
+    """A server process as the host sees it: arguments, environment, program, folder, user, what it runs under."""
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
     cwd: str
     exe: str
     uid: int
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By the kernel's names, soft and hard; -1: unlimited."""
+    affinity: tuple[int, ...] = ()
+    nice: int = 0
+
+    @property
+    def process(self) -> dict[str, Any]:
+        """What it runs under, as the host program takes it."""
+        limits = {name: list(pair) for name, pair in self.limits.items()}
+        return {"limits": limits, "affinity": list(self.affinity), "nice": self.nice}
+
+
+def observed(found: Mapping[str, Any]) -> Identity:
+    """The identity of a process, from what the host program's ``inspect`` says of it."""
+    process = found["process"]
+    return Identity(
+        argv=tuple(found["argv"]),
+        environ=found["environ"],
+        cwd=found["cwd"],
+        exe=found["exe"],
+        uid=found["uid"],
+        limits={name: (soft, hard) for name, (soft, hard) in process["limits"].items()},
+        affinity=tuple(process["affinity"]),
+        nice=process["nice"],
+    )
+
+
+def supervisor(cgroup: str, own: str) -> str | None:
+    """The service unit that a process belongs to, by the text of its cgroup file; None: none, or our own too."""
+    for line in cgroup.splitlines():
+        units = [part for part in line.rpartition(":")[2].split("/") if part.endswith((".service", ".scope"))]
+        if units and units[-1].endswith(".service") and units[-1] not in re.split(r"[/\n]", own):
+            return units[-1]
+    return None
+
+
+def unrestorable(found: Mapping[str, Any], host: Mapping[str, Any]) -> str | None:
+    """Why a process could not be brought back as it is, with the way out; None: it can.
+
+    ``found`` is what ``inspect`` says of it, ``host`` what ``look`` says of the host.
+    """
+    pid = found["pid"]
+    if found["uid"] != host["uid"]:
+        return (
+            f"production (pid {pid}) runs as uid {found['uid']}, and would be started again as uid {host['uid']}, who "
+            f"runs this: run fairtrial as uid {found['uid']}"
+        )
+    unit = supervisor(found["cgroup"], host["cgroup"])
+    if unit is not None:
+        return (
+            f"production (pid {pid}) is run by a supervisor (unit {unit}): this version restarts plain processes: stop "
+            f"the unit, start production with setsid from a shell, and hand it back in site.close"
+        )
+    if found["startable"] is not None:
+        return (
+            f"production (pid {pid}) could not be started again as it was: {found['startable']}: start it from a "
+            "program and a folder that are there, then try again"
+        )
+    if found["ungivable"]:
+        return (
+            f"production (pid {pid}) runs under what it could not be given again from here: "
+            f"{', '.join(found['ungivable'])}: run fairtrial under limits, processors and a priority that allow it "
+            "(ulimit, taskset, nice), or as root"
+        )
+    if found["log"] is None:
+        return (
+            f"production (pid {pid}) could not be given its output back: {found['log_why']}: name a file that "
+            "can be (production.log), or start production with both in one file"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +184,14 @@ def expected(production: Identity, experiment: Experiment, arm: Arm, window: str
 def differences(wanted: Identity, observed: Identity) -> tuple[Difference, ...]:
     """Everything in which ``observed`` is not ``wanted``; empty: it is what was meant."""
     found: list[Difference] = []
-    for what in ("exe", "cwd", "uid"):
+    for what in ("exe", "cwd", "uid", "affinity", "nice"):
         left, right = str(getattr(wanted, what)), str(getattr(observed, what))
         if left != right:
             found.append(Difference(what=what, name=what, expected=left, observed=right))
+    for name in sorted(wanted.limits.keys() | observed.limits.keys()):
+        before_, after_ = wanted.limits.get(name), observed.limits.get(name)
+        if before_ != after_:
+            found.append(Difference(what="limit", name=name, expected=_pair(before_), observed=_pair(after_)))
     for name in sorted(wanted.environ.keys() | observed.environ.keys()):
         left_, right_ = wanted.environ.get(name), observed.environ.get(name)
         if left_ != right_:
@@ -135,6 +210,10 @@ def differences(wanted: Identity, observed: Identity) -> tuple[Difference, ...]:
                 )
             )
     return tuple(found)
+
+
+def _pair(limit: tuple[int, int] | None) -> str | None:
+    return None if limit is None else f"{limit[0]}:{limit[1]}"
 
 
 def undeclared(production: Identity, observed: Identity, experiment: Experiment, arm: Arm, window: str) -> str:

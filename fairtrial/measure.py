@@ -25,6 +25,7 @@ from fairtrial.guards import NS
 from fairtrial.runner import Runner
 
 TOP_N = 20
+SHORT_TOKENS = 16
 
 
 def cell_prompt(runner: Runner, cell: Cell) -> list[int]:
@@ -189,31 +190,68 @@ def complete(runner: Runner, what: str, exchange: Exchange, prompt_tokens: int, 
         )
 
 
+def submit(
+    runner: Runner,
+    base: Endpoint,
+    what: str,
+    ids: list[int],
+    *,
+    salt_name: str,
+    output_tokens: int,
+    whole_output: bool = True,
+    stream: bool = True,
+    logprobs: int | None = None,
+) -> Exchange:
+    """Send one completion under a registered salt, and return it once it is whole and of the counts asked for.
+
+    ``whole_output``: exactly ``output_tokens`` must come, whatever the model would end on; else at most that many.
+    Raises ``StepFailed``.
+    """
+    experiment = runner.experiment
+    runner.screen.learn_ids(ids)
+    body = canonical(
+        completion(
+            model=experiment.server.model,
+            prompt_ids=ids,
+            max_tokens=output_tokens,
+            salt=salt(experiment.protocol.seed, salt_name),
+            stream=stream,
+            ignore_eos=whole_output,
+            logprobs=logprobs,
+        )
+    )
+    call = Call(
+        base=base,
+        path=experiment.server.completions,
+        body=body,
+        stream=stream,
+        limit_s=experiment.protocol.limit_s,
+    )
+    exchange = runner.ask(
+        call,
+        purpose=what,
+        prompt_sha256=sha256(canonical(ids)),
+        prompt_tokens=len(ids),
+        body_sha256=sha256(body),
+    )
+    complete(runner, what, exchange, len(ids), output_tokens if whole_output else None)
+    return exchange
+
+
+def short_prompt(runner: Runner) -> list[int]:
+    """A prompt that only asks whether a server can do something at all."""
+    low = runner.experiment.protocol.token_ids[0]
+    return [low + number % 2 for number in range(SHORT_TOKENS)]
+
+
 def run_cell(runner: Runner, arm: Arm, cell: Cell, rep: int) -> dict[str, Any]:
     """Send one timed request to an arm and return its row."""
     base = runner.endpoint(arm)
     what = f"{arm.name} {cell.name} rep {rep}"
-    protocol = runner.experiment.protocol
     prompt = cell_prompt(runner, cell)
-    cell_salt = salt(protocol.seed, f"{cell.name}/{rep}")
-    body = canonical(
-        completion(
-            model=runner.experiment.server.model,
-            prompt_ids=prompt,
-            max_tokens=cell.output_tokens,
-            salt=cell_salt,
-            ignore_eos=True,
-        )
-    )
+    salt_name = f"{cell.name}/{rep}"
     before = read_counters(runner, base)
-    exchange = runner.ask(
-        Call(base=base, path=runner.experiment.server.completions, body=body, stream=True, limit_s=protocol.limit_s),
-        purpose=what,
-        prompt_sha256=sha256(canonical(prompt)),
-        prompt_tokens=len(prompt),
-        body_sha256=sha256(body),
-    )
-    complete(runner, what, exchange, cell.prompt_tokens, cell.output_tokens)
+    exchange = submit(runner, base, what, prompt, salt_name=salt_name, output_tokens=cell.output_tokens)
     measured = exchange.measured
     assert measured is not None
     alone, after = served(runner, base, before, cell.prompt_tokens + cell.output_tokens)
@@ -234,7 +272,7 @@ def run_cell(runner: Runner, arm: Arm, cell: Cell, rep: int) -> dict[str, Any]:
         "cold": cold(runner, what, measured.cached_tokens, before, after),
         "alone": alone,
         "prompt_sha256": sha256(canonical(prompt)),
-        "salt_sha256": sha256(cell_salt.encode()),
+        "salt_sha256": sha256(salt(runner.experiment.protocol.seed, salt_name).encode()),
         "answer_sha256": measured.answer_sha256,
     }
     if row["ttft_ns"] is None:
@@ -245,27 +283,15 @@ def run_cell(runner: Runner, arm: Arm, cell: Cell, rep: int) -> dict[str, Any]:
 def ask_greedy(runner: Runner, base: Endpoint, number: int, ids: list[int], salt_name: str) -> dict[str, Any]:
     """Ask one greedy prompt and return its row."""
     assert runner.experiment.checks is not None
-    what = f"greedy {number} on port {base.port}"
-    body = canonical(
-        completion(
-            model=runner.experiment.server.model,
-            prompt_ids=ids,
-            max_tokens=runner.experiment.checks.greedy.output_tokens,
-            salt=salt(runner.experiment.protocol.seed, salt_name),
-        )
+    exchange = submit(
+        runner,
+        base,
+        f"greedy {number} on port {base.port}",
+        ids,
+        salt_name=salt_name,
+        output_tokens=runner.experiment.checks.greedy.output_tokens,
+        whole_output=False,
     )
-    exchange = runner.ask(
-        Call(
-            base=base,
-            path=runner.experiment.server.completions,
-            body=body,
-            stream=True,
-            limit_s=runner.experiment.protocol.limit_s,
-        ),
-        purpose=what,
-        body_sha256=sha256(body),
-    )
-    complete(runner, what, exchange, len(ids), None)
     measured = exchange.measured
     assert measured is not None
     return {
@@ -280,27 +306,7 @@ def ask_probe(runner: Runner, base: Endpoint, slot: str) -> dict[str, Any]:
     """Send the probe once, cold, and return its row."""
     what = f"probe {slot} on port {base.port}"
     ids = probe_prompt(runner, base)
-    body = canonical(
-        completion(
-            model=runner.experiment.server.model,
-            prompt_ids=ids,
-            max_tokens=1,
-            salt=salt(runner.experiment.protocol.seed, f"probe/{slot}"),
-            stream=False,
-            logprobs=TOP_N,
-        )
-    )
-    exchange = runner.ask(
-        Call(
-            base=base,
-            path=runner.experiment.server.completions,
-            body=body,
-            limit_s=runner.experiment.protocol.limit_s,
-        ),
-        purpose=what,
-        body_sha256=sha256(body),
-    )
-    complete(runner, what, exchange, len(ids), 1)
+    exchange = submit(runner, base, what, ids, salt_name=f"probe/{slot}", output_tokens=1, stream=False, logprobs=TOP_N)
     answer = exchange.answer
     assert answer is not None
     cold(runner, what, answer.cached_tokens, None, None)
@@ -317,6 +323,21 @@ def ask_probe(runner: Runner, base: Endpoint, slot: str) -> dict[str, Any]:
     }
 
 
+def warm_logprobs(runner: Runner, arm: Arm) -> None:
+    """One short request with logprobs: some servers compile on the first."""
+    what = f"{arm.name} warm-up with logprobs"
+    submit(
+        runner,
+        runner.endpoint(arm),
+        what,
+        short_prompt(runner),
+        salt_name="warm logprobs",
+        output_tokens=1,
+        stream=False,
+        logprobs=TOP_N,
+    )
+
+
 def run_checks(runner: Runner, arm: Arm) -> list[dict[str, Any]]:
     """Ask an arm everything its checks need; rows are returned only when whole."""
     base = runner.endpoint(arm)
@@ -329,23 +350,8 @@ def run_checks(runner: Runner, arm: Arm) -> list[dict[str, Any]]:
 
 def identity_row(runner: Runner, base: Endpoint) -> dict[str, Any]:
     """What a server says of itself in one short answer: model, fingerprint, counts."""
-    low = runner.experiment.protocol.token_ids[0]
-    runner.screen.learn_ids([low] * 8)
-    body = canonical(
-        completion(
-            model=runner.experiment.server.model,
-            prompt_ids=[low] * 8,
-            max_tokens=1,
-            salt=salt(runner.experiment.protocol.seed, "identity"),
-            stream=False,
-        )
-    )
-    exchange = runner.ask(
-        Call(base=base, path=runner.experiment.server.completions, body=body, limit_s=60),
-        purpose=f"identity on port {base.port}",
-        body_sha256=sha256(body),
-    )
-    complete(runner, f"identity on port {base.port}", exchange, 8, 1)
+    what = f"identity on port {base.port}"
+    exchange = submit(runner, base, what, short_prompt(runner), salt_name="identity", output_tokens=1, stream=False)
     answer = exchange.answer
     assert answer is not None
     return {

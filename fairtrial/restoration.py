@@ -19,10 +19,13 @@ END_LIMIT_S = 90.0
 SCHEMA = "fairtrial.restore/1"
 
 
-def memory(experiment: Experiment, held_b: int = 0) -> dict[str, Any]:
-    """How memory must come back once a server has stopped (bytes, seconds)."""
+def memory(experiment: Experiment, held_b: int = 0, *, floor: bool = True) -> dict[str, Any]:
+    """How memory must come back once a server has stopped (bytes, seconds).
+
+    ``floor``: what has not come back stops nothing where there is enough for the floor and production (``held_b``).
+    """
     return {
-        "floor_b": int(experiment.guards.memory_floor_gib * GIB),
+        "floor_b": int(experiment.guards.memory_floor_gib * GIB) if floor else None,
         "production_b": held_b,
         "limit_s": MEMORY_LIMIT_S,
         "still_s": experiment.waits.still_s,
@@ -73,6 +76,9 @@ def document(
             "argv": list(production.argv),
             "environ": dict(production.environ),
             "cwd": production.cwd,
+            "exe": production.exe,
+            "uid": production.uid,
+            "process": production.process,
         }
     end = {
         "verb": "end",

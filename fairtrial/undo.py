@@ -12,9 +12,10 @@ from fairtrial.forward import ACTS as FORWARD
 from fairtrial.guards import NS
 from fairtrial.measure import ask_greedy, greedy_prompts, read_counters
 from fairtrial.restoration import END_LIMIT_S, MEMORY_LIMIT_S, document, memory
-from fairtrial.runner import FENCE_LOST, HoldLost, Interrupted, Runner
+from fairtrial.runner import Runner
 from fairtrial.store import report_unwritten
 from fairtrial.summary import write_summary
+from fairtrial.ticks import HoldLost, Interrupted
 from fairtrial.window import Step
 
 LOCK_WAIT_S = 90.0
@@ -131,12 +132,14 @@ def _as_owner(act: Act) -> Act:
 
 
 def end(runner: Runner, step: Step) -> dict[str, Any]:
+    """End all that this window started, prove it gone and the memory back."""
     runner.view.leave("started", "ready")
     rows = _play(runner, step, END_LIMIT_S + MEMORY_LIMIT_S + LOCK_WAIT_S)
     return {"ended": rows[0].get("ended", [])}
 
 
 def start(runner: Runner, step: Step) -> dict[str, Any]:
+    """Start production by its own command, as its owner declared it."""
     runner.view.leave("stopped")
     rows = _play(runner, step, runner.experiment.production.start_limit_s + LOCK_WAIT_S)
     return {key: rows[0][key] for key in ("pid", "already", "under_way") if key in rows[0]}
@@ -234,6 +237,7 @@ def look(runner: Runner, step: Step) -> dict[str, Any]:
 
 
 def switch_off(runner: Runner, step: Step) -> dict[str, Any]:
+    """Keep what the dead-man's switch wrote, then remove it."""
     runner.view.leave("armed")
     if runner.term is None:
         return {}
@@ -332,5 +336,3 @@ ACTS = {
     "release": seal_and_release,
     "not restored": not_restored,
 }
-
-__all__ = ["ACTS", "DONE", "FENCE_LOST", "acquire"]

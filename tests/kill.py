@@ -112,7 +112,7 @@ def trap(points: Sequence[Point], words: Sequence[str]) -> int:
         reached(RELEASED, "begin")
         return code
 
-    Ledger.append, undo.seal, Runner.run = appending, sealing, running  # type: ignore[method-assign]
+    Ledger.append, undo.seal, Runner.run = appending, sealing, running
     return main(list(words))
 
 
@@ -536,7 +536,7 @@ def main() -> int:
         if case.wrong:
             lines.say(case.told())
 
-    todo = [one for one in cases(given.times) if given.step in (None, one.keywords["step"])]  # type: ignore[attr-defined]
+    todo = [one for one in cases(given.times) if given.step in (None, one.keywords["step"])]
     with tempfile.TemporaryDirectory(prefix="fairtrial-kill-") as folder:
         done = play(todo, Path(folder), given.lanes, say)
     ways = ("killed, then restore", "killed, switch alone", "signalled")

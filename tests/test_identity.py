@@ -9,6 +9,7 @@ from conftest import PACKAGE
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fairtrial import restoration
 from fairtrial.experiment import Arm, Experiment, parse
 from fairtrial.identity import (
     MARK,
@@ -18,9 +19,12 @@ from fairtrial.identity import (
     differences,
     expected,
     mounts,
+    observed,
     option,
     options,
+    supervisor,
     undeclared,
+    unrestorable,
 )
 
 SECRET = "hunter2-hunter2-hunter2"
@@ -30,6 +34,9 @@ PRODUCTION = Identity(
     cwd="/",
     exe="/usr/bin/server",
     uid=1000,
+    limits={"RLIMIT_NOFILE": (1024, 4096), "RLIMIT_CORE": (0, -1)},
+    affinity=(0, 1),
+    nice=0,
 )
 
 
@@ -124,6 +131,7 @@ def test_an_arm_is_production_with_its_declared_differences_and_the_mark(raw: di
     ]
     assert wanted.environ == {**PRODUCTION.environ, "MODE": "slow", "SWITCH": "1", MARK: "w-1"}
     assert (wanted.cwd, wanted.exe, wanted.uid) == (PRODUCTION.cwd, PRODUCTION.exe, PRODUCTION.uid)
+    assert wanted.process == PRODUCTION.process
     assert differences(wanted, wanted) == ()
     assert undeclared(PRODUCTION, wanted, found, arm, "w-1") == ""
 
@@ -148,6 +156,13 @@ def test_an_arm_on_productions_own_port_keeps_its_arguments(raw: dict[str, Any])
         ({"exe": "/other"}, [("exe", "exe", "/usr/bin/server", "/other")]),
         ({"cwd": "/tmp"}, [("cwd", "cwd", "/", "/tmp")]),
         ({"uid": 0}, [("uid", "uid", "1000", "0")]),
+        ({"affinity": (0,)}, [("affinity", "affinity", "(0, 1)", "(0,)")]),
+        ({"nice": 5}, [("nice", "nice", "0", "5")]),
+        (
+            {"limits": {"RLIMIT_NOFILE": (1024, 4095), "RLIMIT_CORE": (0, -1)}},
+            [("limit", "RLIMIT_NOFILE", "1024:4096", "1024:4095")],
+        ),
+        ({"limits": {"RLIMIT_NOFILE": (1024, 4096)}}, [("limit", "RLIMIT_CORE", "0:-1", None)]),
         ({"environ": {"PATH": "/bin", "API_TOKEN": SECRET}}, [("environment", "MODE", "fast", None)]),
         ({"environ": {**PRODUCTION.environ, "X": "1"}}, [("environment", "X", None, "1")]),
         ({"environ": {**PRODUCTION.environ, "MODE": ""}}, [("environment", "MODE", "fast", "")]),
@@ -188,3 +203,94 @@ def test_what_is_undeclared_is_named_without_any_value(old: str, new: str) -> No
     assert set(said.split("; ")) == parts
     assert old not in said
     assert new not in said
+
+
+def test_an_identity_is_what_inspect_says_and_gives_the_same_process_back() -> None:
+    found = {
+        "argv": list(PRODUCTION.argv),
+        "environ": dict(PRODUCTION.environ),
+        "cwd": PRODUCTION.cwd,
+        "exe": PRODUCTION.exe,
+        "uid": PRODUCTION.uid,
+        "process": {
+            "limits": {"RLIMIT_CORE": [0, -1], "RLIMIT_NOFILE": [1024, 4096]},
+            "affinity": [0, 1],
+            "nice": 0,
+        },
+    }
+    assert observed(found) == PRODUCTION
+    assert PRODUCTION.process == found["process"]
+
+
+def test_the_restore_gives_production_back_what_it_ran_under_and_proves_it(raw: dict[str, Any]) -> None:
+    document = restoration.document(
+        parse(raw, file="x"), window="w", host="here", production=PRODUCTION, log="/a", held_b=7
+    )
+    start, prove = document["steps"]["restore.start"][0], document["steps"]["restore.prove"][0]
+    for verb in (start, prove):
+        assert verb["process"] == PRODUCTION.process
+        assert (verb["exe"], verb["uid"]) == (PRODUCTION.exe, PRODUCTION.uid)
+
+
+def test_a_restore_passes_by_the_floor_and_production_and_a_forward_stop_by_neither(raw: dict[str, Any]) -> None:
+    found = parse(raw, file="x")
+    floor_b = int(found.guards.memory_floor_gib * (1 << 30))
+    end = restoration.document(found, window="w", host="here", production=PRODUCTION, log="/a", held_b=7)["steps"][
+        "restore.end"
+    ][0]
+    assert (end["memory"]["floor_b"], end["memory"]["production_b"]) == (floor_b, 7)
+    assert restoration.memory(found, 7, floor=False)["floor_b"] is None
+
+
+UNIT = "/system.slice/vllm.service"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "own", "wanted"),
+    [
+        (f"0::{UNIT}\n", "0::/user.slice/user-1000.slice/session-3.scope\n", "vllm.service"),
+        (f"9:name=systemd:{UNIT}/worker\n4:memory:/\n0::/\n", "0::/\n", "vllm.service"),
+        # in the same unit as we are, such as a shell's or the one of the connection
+        ("0::/system.slice/ssh.service\n", "0::/system.slice/ssh.service\n", None),
+        ("0::/system.slice/ssh.service\n", "0::/system.slice/ssh.service/below\n", None),
+        # a scope is what somebody started by hand, also below the unit of all that a user runs
+        ("0::/user.slice/user-1000.slice/user@1000.service/app.slice/run-u3.scope\n", "0::/\n", None),
+        ("0::/user.slice/user@1000.service/app.slice/vllm.service\n", "0::/user.slice/a.scope\n", "vllm.service"),
+        ("0::/docker/0123\n", "0::/\n", None),
+        ("0::/system.slice/docker-0123.scope\n", "0::/\n", None),
+        ("", "", None),
+    ],
+)
+def test_a_service_that_is_not_our_own_is_a_supervisor(cgroup: str, own: str, wanted: str | None) -> None:
+    assert supervisor(cgroup, own) == wanted
+
+
+FIT: dict[str, Any] = {
+    "pid": 7,
+    "uid": 1000,
+    "cgroup": "0::/\n",
+    "startable": None,
+    "ungivable": [],
+    "log": "/var/log/production",
+    "log_why": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"uid": 1}, ["uid 1,", "run fairtrial as uid 1"]),
+        ({"cgroup": f"0::{UNIT}\n"}, ["is run by a supervisor (unit vllm.service)", "site.close"]),
+        ({"startable": "its working folder is gone: /x"}, ["its working folder is gone: /x"]),
+        ({"ungivable": ["nice -5 (here 0)", "RLIMIT_NPROC 9:9 (here 8:8)"]}, ["nice -5 (here 0), RLIMIT_NPROC 9:9"]),
+        ({"log": None, "log_why": "its output goes to pipe:[3]"}, ["its output goes to pipe:[3]", "production.log"]),
+    ],
+)
+def test_what_could_not_be_brought_back_is_refused_with_the_reason_and_a_way_out(
+    changed: dict[str, Any], words: list[str]
+) -> None:
+    host = {"uid": 1000, "cgroup": "0::/\n"}
+    assert unrestorable(FIT, host) is None
+    said = unrestorable(FIT | changed, host)
+    assert said is not None
+    assert [word for word in words if word not in said] == []

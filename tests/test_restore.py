@@ -42,9 +42,9 @@ def killed(lane: kill.Lane, out: Path, step: str, kind: str = "begin") -> None:
     assert ran.exit == -signal.SIGKILL, ran.stderr
 
 
-def stopped(lane: kill.Lane, out: Path, step: str) -> kill.Program:
+def stopped(lane: kill.Lane, out: Path, step: str, after_s: float = 0.0) -> kill.Program:
     """Run a window that is SIGSTOPped in a step, and has lost its lease to the switch, which has served."""
-    program = lane.demo(out, [at(step, "SIGSTOP")])
+    program = lane.demo(out, [at(step, "SIGSTOP", after_s=after_s)])
     program.stopped()
     kill.until(lambda: lane.last().get("state") == "served" and lane.last().get("out") == str(out), "served")
     return program
@@ -178,7 +178,9 @@ def test_a_person_who_vouches_for_what_serves_has_it_left_alone(lane: kill.Lane,
 def _start_production_by_hand(lane: kill.Lane) -> int:
     argv = demo.command(lane.port, True)
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(demo.PACKAGE.parent), demo.LABEL: "production"}
-    pid = os.posix_spawn(argv[0], argv, environ, setsid=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log = [(os.POSIX_SPAWN_OPEN, number, str(lane.folder / "production.log"), flags, 0o600) for number in (1, 2)]
+    pid = os.posix_spawn(argv[0], argv, environ, file_actions=log, setsid=True)
     kill.until(lambda: procs.listens(lane.port), "production listens")
     return pid
 
@@ -232,8 +234,12 @@ def test_a_runner_that_was_stopped_past_its_lease_measures_no_more(lane: kill.La
     assert_restored(lane, out)
 
 
-def test_a_runner_that_wakes_up_after_its_window_was_restored_changes_nothing(lane: kill.Lane, out: Path) -> None:
-    program = stopped(lane, out, "off.checks")
+@pytest.mark.parametrize(("step", "after_s"), [("off.checks", 0.0), ("idle", 0.25)])
+def test_a_runner_that_wakes_up_after_its_window_was_restored_changes_nothing(
+    lane: kill.Lane, out: Path, step: str, after_s: float
+) -> None:
+    # in ``idle`` it waits with ticks: what its readers have queued meanwhile is evidence that comes too late
+    program = stopped(lane, out, step, after_s)
     assert lane.run("restore", out).exit == 0
     before, production = bytes_of(out), lane.served()
     program.send(signal.SIGCONT)

@@ -7,7 +7,9 @@ import fcntl
 import io
 import json
 import os
+import resource
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty.rig import SERVER as FAULTY
+from faulty.rig import Rig
 
 from fairtrial.canonical import canonical, sha256
-from fairtrial.switch import bundle
+from fairtrial.identity import unrestorable
+from fairtrial.switch import bundle, procs, setting
 from fairtrial.switch.state import BLOCK, boottime_ns, write_block
 
 Json = dict[str, Any]
@@ -388,6 +393,112 @@ def test_inspect_tells_a_whole_identity(host: Host, port: int) -> None:
     assert host.call("inspect", {"port": free_port()})[0] == 1
 
 
+SLEEP = "import time; time.sleep(60)"
+
+
+def reason(host: Host, pid: int, log: str | None = None) -> str | None:
+    """Why a process could not be production, as preflight asks for it."""
+    status, (seen,) = host.call("inspect", {"pid": pid, "log": log})
+    assert status == 0, seen
+    return unrestorable(seen, host.call("look", {})[1][0]["host"])
+
+
+def begun(host: Host, argv: list[str], **how: Any) -> int:
+    """Start a process as production might be, by default with its output in one file; return its pid."""
+    log = (host.folder / "production.log").open("ab")
+    one = subprocess.Popen(
+        argv, **{"env": ENVIRON, "cwd": host.folder, "stdout": log, "stderr": log, "start_new_session": True} | how
+    )
+    log.close()
+    host.opened.append(one)
+    return one.pid
+
+
+@pytest.fixture
+def ended() -> Iterator[list[int]]:
+    """Pids that are killed at the end, whatever their arguments say."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_production_whose_output_is_one_file_or_nothing_can_be_started_again(host: Host, ended: list[int]) -> None:
+    words = [*PYTHON, "-c", SLEEP]
+    ended.append(begun(host, words))
+    assert reason(host, ended[-1]) is None
+    assert host.call("inspect", {"pid": ended[-1]})[1][0]["log"] == str(host.folder / "production.log")
+    ended.append(begun(host, words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    assert reason(host, ended[-1]) is None
+    assert host.call("inspect", {"pid": ended[-1]})[1][0]["log"] == os.devnull
+    # found by name, as a shell finds it
+    found = {"PATH": f"/nowhere:{Path(sys.executable).parent}"}
+    ended.append(begun(host, [Path(sys.executable).name, *words[1:]], executable=sys.executable, env=found))
+    assert reason(host, ended[-1]) is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "two files", "deleted", "terminal", "socket"])
+def test_production_whose_output_could_not_be_given_back_is_refused_unless_a_file_is_named(
+    host: Host, ended: list[int], kind: str
+) -> None:
+    one, two = (host.folder / "one.log").open("ab"), (host.folder / "two.log").open("ab")
+    master, terminal = os.openpty()
+    left, right = socket.socketpair()
+    out, err = {
+        "pipe": (subprocess.PIPE, subprocess.STDOUT),
+        "two files": (one, two),
+        "deleted": (one, one),
+        "terminal": (terminal, terminal),
+        "socket": (right, right),
+    }[kind]
+    ended.append(begun(host, [*PYTHON, "-c", SLEEP], stdout=out, stderr=err))
+    if kind == "deleted":
+        (host.folder / "one.log").unlink()
+    said = reason(host, ended[-1])
+    assert said is not None
+    assert "production.log" in said
+    assert reason(host, ended[-1], str(host.folder / "named.log")) is None
+    assert "is no file" in str(reason(host, ended[-1], str(host.folder)))
+    assert "cannot be written" in str(reason(host, ended[-1], str(host.folder / "absent" / "named.log")))
+    for opened in (one, two, left, right):
+        opened.close()
+    os.close(master)
+    os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [("folder", "working folder is gone"), ("program", "removed or replaced"), ("name", "names no program")],
+)
+def test_production_that_could_not_be_started_again_is_refused(
+    host: Host, ended: list[int], kind: str, word: str
+) -> None:
+    folder = host.folder / "own"
+    folder.mkdir()
+    program = folder / "server"
+    shutil.copy(shutil.which("sleep") or "", program)
+    name = "a name of its own" if kind == "name" else str(program)
+    ended.append(begun(host, [name, "60"], executable=str(program), cwd=folder))
+    until(lambda: os.readlink(f"/proc/{ended[-1]}/exe") == str(program))
+    if kind == "folder":
+        shutil.move(program, host.folder / "server")
+        folder.rmdir()
+    elif kind == "program":
+        program.unlink()
+    said = reason(host, ended[-1])
+    assert said is not None
+    assert word in said
+
+
+def test_production_of_another_user_is_refused(host: Host, ended: list[int]) -> None:
+    if os.geteuid() != 0:
+        pytest.fail("this test starts a process of another user: run it as root")
+    ended.append(begun(host, [shutil.which("sleep") or "", "60"], user=12345, cwd="/"))
+    said = reason(host, ended[-1])
+    assert said is not None
+    assert "run fairtrial as uid 12345" in said
+
+
 def test_a_folder_that_others_could_have_written_is_refused(host: Host) -> None:
     elsewhere = host.folder / "elsewhere"
     elsewhere.mkdir()
@@ -537,6 +648,19 @@ def test_renewals_and_takes_exclude_each_other(host: Host) -> None:
     assert json.loads((host.state / "lease").read_bytes()[:-64])["term"] == 1
 
 
+def test_a_long_host_name_and_a_long_window_id_fit_the_lease(host: Host) -> None:
+    window, name = "w" * 60, "h" * 64
+    record = host.record(window) | {"control_host": name, "owner": "o" * 100, "boot_id": "b" * 36}
+    assert answer(host.open("hold", {"hold": record, "lease_s": 1.2345}, window=window))["held"]
+    who = actor() | {"host": name, "control_host": name, "owner": "o" * 100, "since": "2026-11-29T12:00:00Z"}
+    take = {"verbs": [{"verb": "take", "from": 0, "actor": who, "now": True, "lease_s": 1.2345}]}
+    status, lines = host.call("play", take, window=window)
+    assert (status, lines[0]["term"], "unwritten" in lines[0]) == (0, 1, False)
+    _, (seen,) = host.call("look", {}, window=window)
+    kept = {key: who[key] for key in ("kind", "pid", "start", "host", "boot_id")}
+    assert seen["state"]["lease"]["actor"] == seen["state"]["last"]["actor"] == kept
+
+
 def test_who_keeps_the_lease_file_for_ever_is_ended_by_who_takes_over(host: Host) -> None:
     host.hold(boot_id="of another machine", lease_s=0.1)
     stuck = host.folder / "stuck" / "host.pyz"
@@ -626,6 +750,56 @@ def test_end_finds_the_children_of_a_parent_that_is_gone(host: Host, port: int) 
     assert not runs(child["pid"])
 
 
+ORPHANED = """
+import os, sys, time
+if sys.argv[1:] == ["child"]:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+if os.fork() == 0:
+    os.execve(sys.executable, [sys.executable, "-S", "-E", sys.argv[0], "child"], {})
+time.sleep(60)
+"""
+
+
+def orphaned(host: Host, port: int) -> tuple[Json, Json, int]:
+    """Start an arm, kill its leader; return its start, the start's line, and the child that is left, without a mark."""
+    program = host.folder / "orphaned.py"
+    program.write_text(ORPHANED)
+    start = host.server_of("arm", port) | {"argv": [*PYTHON, str(program)]}
+    line = host.one(start)
+    log = host.folder / "arm.log"
+    until(lambda: log.read_text().endswith("\n"))
+    child = int(log.read_text())
+    os.kill(line["pid"], signal.SIGKILL)
+    until(lambda: not runs(line["pid"]))
+    assert Path(f"/proc/{child}/environ").read_bytes() == b""
+    return start, line, child
+
+
+def test_end_finds_an_arms_child_that_lost_its_mark_and_its_leader(host: Host, port: int) -> None:
+    host.hold()
+    _, _, child = orphaned(host, port)
+    assert host.call("look", {})[1][0]["marked"] == []
+    assert [one["pid"] for one in host.one(END_WINDOW)["ended"]] == [child]
+    assert not runs(child)
+    assert host.one(END_WINDOW)["ended"] == []
+
+
+@pytest.mark.parametrize(("of", "ended"), [("arm", True), ("production", False)])
+def test_end_of_the_window_ends_what_a_cut_short_end_of_an_arm_had_named_never_of_production(
+    host: Host, port: int, of: str, ended: bool
+) -> None:
+    server = host.serve(port, "deaf")
+    host.hold()
+    end = {"verb": "end", "what": "processes", "processes": [[server.pid, start_of(server.pid)]], "of": of}
+    step = host.open("play", {"verbs": [end | {"grace_s": 60, "limit_s": 60}]})
+    until(lambda: json.loads((host.state / "start.json").read_text())["ending"])
+    step.kill()
+    step.wait()
+    assert [one["pid"] for one in host.one(END_WINDOW)["ended"]] == [server.pid] * ended
+    assert runs(server.pid) is not ended
+
+
 def test_end_leaves_a_pid_that_another_process_has_now(host: Host, port: int) -> None:
     server = host.serve(port)
     host.hold()
@@ -677,11 +851,19 @@ def test_end_waits_until_the_memory_is_back(host: Host) -> None:
     host.hold()
     # others use this machine: what comes back is theirs to disturb, so only the two ends of the floor are certain
     rule = {"from_b": 32 << 20, "limit_s": 0.5, "still_s": 60}
-    for floor_b, status in ((1, 0), (1 << 60, 1)):
+    floors: list[tuple[Json, int]] = [
+        ({"floor_b": 1}, 0),
+        ({"floor_b": 1, "production_b": 1}, 0),
+        ({"floor_b": 1 << 60}, 1),
+        # what production held must be there too, and a stop that no floor is given for waits for the memory itself
+        ({"floor_b": 1, "production_b": 1 << 60}, 1),
+        ({"floor_b": None, "production_b": 1}, 1),
+    ]
+    for floor, status in floors:
         hog = subprocess.Popen(words, stdout=subprocess.PIPE, env=marked, start_new_session=True)
         host.opened.append(hog)
         answer(hog)
-        ended, lines = host.play(END_WINDOW | {"memory": rule | {"floor_b": floor_b}})
+        ended, lines = host.play(END_WINDOW | {"memory": rule | floor})
         assert ended == status
         assert lines[0]["memory"]["back"] is False
         assert lines[0]["memory"]["waited_s"] > 0.5
@@ -722,6 +904,112 @@ def test_an_arm_carries_the_mark_and_inherits_no_lock_no_descriptor_no_ignored_s
     }  # fmt: skip
 
 
+def test_a_log_that_exists_keeps_its_mode_and_owner_and_what_it_says(host: Host, port: int) -> None:
+    log = host.folder / "arm.log"
+    log.write_text("before\n")
+    log.chmod(0o644)
+    if os.geteuid() == 0:
+        os.chown(log, 12345, 12345)
+    before = log.stat()
+    host.hold()
+    host.one(host.server_of("arm", port) | {"argv": [*PYTHON, "-c", "print('after')"]})
+    until(lambda: log.read_text() == "before\nafter\n")
+    after = log.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_a_log_that_is_no_file_blocks_nothing_and_is_said(host: Host, port: int, kind: str) -> None:
+    log = host.folder / "arm.log"
+    {"fifo": os.mkfifo, "link": lambda path: path.symlink_to(host.folder / "other"), "folder": Path.mkdir}[kind](log)
+    host.hold()
+    line = host.one(host.server_of("arm", port))
+    assert "log" in line["unwritten"][0]
+    assert os.readlink(f"/proc/{line['pid']}/fd/1") == os.devnull
+    assert not (host.folder / "other").exists()
+
+
+def under(change: Callable[[], None]) -> Json:
+    """What a child of the test would run under after a change; found out by a child."""
+    heard, teller = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            change()
+            limits = {
+                name: resource.getrlimit(getattr(resource, name))
+                for name in dir(resource)
+                if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
+            }
+            found = {"limits": limits, "affinity": sorted(os.sched_getaffinity(0)), "nice": os.nice(0)}
+            os.write(teller, json.dumps(found).encode())
+        finally:
+            os._exit(0)
+    os.close(teller)
+    with open(heard, "rb") as file:
+        found: Json = json.loads(file.read())
+    os.waitpid(pid, 0)
+    return found
+
+
+def confined() -> None:
+    """Run under fewer open files, no core, one processor, at a lower priority."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.nice(3)
+
+
+@pytest.mark.parametrize("what", ["arm", "production"])
+def test_a_server_is_started_under_productions_limits_processors_and_priority(host: Host, port: int, what: str) -> None:
+    wanted = under(confined)
+    host.hold()
+    pid = host.one(host.server_of(what, port) | {"process": wanted})["pid"]
+    _, (seen,) = host.call("inspect", {"pid": pid})
+    assert seen["process"] == wanted
+    assert (seen["process"]["limits"]["RLIMIT_NOFILE"], seen["process"]["nice"]) == ([200, 300], os.nice(0) + 3)
+    assert len(seen["process"]["affinity"]) == 1
+
+
+def test_a_server_is_not_started_under_other_limits_than_those_it_must_have(host: Host, port: int) -> None:
+    wanted = under(confined)
+    wanted["limits"]["RLIMIT_NOFILE"] = [200, 1 << 40]
+    host.hold()
+    status, lines = host.play(host.server_of("production", port) | {"process": wanted})
+    assert status == 1
+    assert "RLIMIT_NOFILE" in lines[0]["message"]
+    assert not listening(port)
+
+
+def test_inspect_says_what_its_own_children_could_not_be_given(host: Host, port: int) -> None:
+    server = host.serve(port)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, (seen,) = host.call("inspect", {"pid": server.pid})
+    assert seen["ungivable"] == []
+    # another user than root, or root without the right, cannot raise what this one is lowered to
+    code = (
+        "import json, os, resource, sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from switch import setting, spawn\n"
+        "wanted = setting.of(int(sys.argv[2]))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (99, 100))\n"
+        "os.nice(5)\n"
+        "os.geteuid() or os.setresuid(12345, 12345, 12345)\n"
+        "print(json.dumps(spawn.ungivable(wanted)))\n"
+    )
+    words = [*PYTHON, "-c", code, str(host.program), str(server.pid)]
+    # the program is loaded before the user changes: whose files it lies in does not matter
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    nice = os.nice(0)
+    assert json.loads(done.stdout) == [f"RLIMIT_NOFILE {soft}:{hard} (here 99:100)", f"nice {nice} (here {nice + 5})"]
+
+
+def test_look_says_what_the_host_program_itself_runs_under(host: Host) -> None:
+    _, (seen,) = host.call("look", {})
+    assert seen["host"]["process"] == under(lambda: None)
+    assert (seen["host"]["uid"], seen["host"]["cgroup"]) == (os.geteuid(), Path("/proc/self/cgroup").read_text())
+
+
 def test_production_gets_its_own_environment_and_no_mark(host: Host, port: int) -> None:
     host.hold()
     pid = host.one(host.server_of("production", port))["pid"]
@@ -754,7 +1042,7 @@ def test_production_under_way_is_known_without_any_record(host: Host, port: int)
 def test_a_foreign_listener_is_named_and_a_restorer_waits_for_it(host: Host, port: int) -> None:
     foreign = host.serve(port, "other")
     host.hold()
-    status, lines = host.play(host.server_of("production", port) | {"limit_s": 60})
+    status, lines = host.play(host.server_of("production", port) | {"limit_s": 0.3})
     assert status == 1
     assert [one["pid"] for one in lines[0]["waiting_for"]] == [foreign.pid]
     host.one({"verb": "take", "from": 0, "actor": another(), "now": True})
@@ -811,6 +1099,10 @@ def test_prove_sees_identity_readiness_a_generation_and_settles(host: Host, port
         ({"environ_sha256": "0" * 64}, "environment"),
         ({"argv": ["other"]}, "arguments"),
         ({"cwd": "/"}, "working directory"),
+        ({"exe": "/usr/bin/other"}, "program"),
+        ({"uid": 12345}, "user"),
+        ({"process": {"limits": {"RLIMIT_NOFILE": [7, 7]}, "affinity": [], "nice": 0}}, "RLIMIT_NOFILE, affinity"),
+        ({"process": {"limits": {}, "affinity": sorted(os.sched_getaffinity(0)), "nice": 19}}, "whose nice"),
         ({"ready": None, "generation": {"path": "/v1/completions", "body": {}}, "port": None}, "generation"),
     ],
 )
@@ -822,6 +1114,12 @@ def test_prove_says_what_is_not_production(host: Host, port: int, change: Json, 
     assert status == 1
     assert word in lines[-1]["message"]
     assert "SECRET" not in json.dumps(lines)
+
+
+def test_prove_accepts_program_user_and_setting_as_inspect_saw_them(host: Host, port: int) -> None:
+    host.serve(port)
+    _, (seen,) = host.call("inspect", {"port": port})
+    host.one(host.proof_of(port) | {name: seen[name] for name in ("exe", "uid", "process", "environ", "cwd", "argv")})
 
 
 def test_prove_fails_while_anything_of_the_window_runs(host: Host, port: int) -> None:
@@ -1160,11 +1458,93 @@ def test_the_runner_killed_in_the_stop_itself_ends_with_production_served(host: 
     assert host.one(host.proof_of(port, "slow-end"))["pid"] != production.pid
 
 
-def test_a_hold_that_is_gone_ends_the_switch(host: Host, port: int) -> None:
+def remove(folder: Path) -> None:
+    """Remove a folder as a person does; a beat may be written meanwhile, and stay."""
+    subprocess.run(["rm", "-rf", str(folder)], check=False, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("state", ["released", "proved", "served"])
+def test_a_hold_that_is_gone_after_production_is_back_ends_the_switch(host: Host, port: int, state: str) -> None:
     host.hold()
     pid = host.arm(host.restore(port))
+    host.one({"verb": "record", "state": state})
     (host.state / "hold.json").unlink()
     until(lambda: not runs(pid))
+    assert not listening(port)
+
+
+def test_a_hold_that_is_gone_ends_a_switch_that_was_never_armed(host: Host, port: int) -> None:
+    host.hold()
+    status, lines = host.play({"verb": "install", "restore": host.restore(port)}, {"verb": "ask", "nonce": "up"})
+    assert status == 0, lines
+    pid = lines[0]["pid"]
+    remove(host.state)
+    until(lambda: not runs(pid))
+    assert not host.state.exists() or host.files() <= {"beat"}
+
+
+def test_a_hold_of_another_window_in_its_place_ends_the_switch(host: Host, port: int) -> None:
+    host.hold()
+    pid = host.arm(host.restore(port))
+    # as if the folder had been removed and taken between two looks
+    aside = host.folder / "aside.json"
+    aside.write_bytes(canonical(host.record(f"{WINDOW}-2")))
+    aside.rename(host.state / "hold.json")
+    until(lambda: not runs(pid))
+    assert not listening(port)
+
+
+@pytest.mark.parametrize("gone", ["folder", "hold", "folder, after a signal that it ignored"])
+def test_a_folder_removed_while_production_is_down_is_made_anew_and_production_restored(
+    host: Host, port: int, gone: str
+) -> None:
+    arm = free_port()
+    opener = host.hold()
+    restore = host.restore(port)
+    pid = host.arm(restore)
+    host.one(host.server_of("arm", arm, "deaf"))
+    until(lambda: listening(arm))
+    if gone == "hold":
+        (host.state / "hold.json").unlink()
+    else:
+        if "signal" in gone:
+            os.kill(pid, signal.SIGTERM)
+            host.one({"verb": "ask", "nonce": "it goes on"})
+        remove(host.state)
+    until(lambda: (host.state / "last.json").exists() and host.last()["state"] == "served")
+    assert listening(port)
+    assert not listening(arm)
+    assert (host.last()["term"], host.last()["actor"]["pid"], host.last()["out"]) == (1, pid, "/nowhere")
+    assert json.loads((host.state / "term-1.json").read_text()) == host.record()
+    assert (host.state / "restore.json").read_bytes() == canonical(restore)
+    assert say(opener, "renew")["lost"] is True
+    # it rests, and whoever comes next takes the next term and gives the host back
+    status, lines = host.play(
+        {"verb": "take", "from": 1, "actor": actor()},
+        host.proof_of(port),
+        {"verb": "record", "state": "proved"},
+        {"verb": "off", "what": "switch"},
+        {"verb": "off", "what": "hold"},
+    )
+    assert status == 0, lines
+    assert [one["event"] for one in lines[3]["log"] if one["event"] in ("remade", "served")][-2:] == [
+        "remade",
+        "served",
+    ]
+    assert host.files() == {"lock", "last.json"}
+
+
+def test_a_folder_removed_while_the_switch_waits_is_made_anew_with_the_next_term(host: Host, port: int) -> None:
+    foreign = host.serve(port, "other")
+    host.hold(lease_s=0.5)
+    host.arm(host.restore(port))
+    until(lambda: host.last()["state"] == "restoring")
+    remove(host.state)
+    until(lambda: "term-2.json" in (host.files() if host.state.exists() else set()))
+    foreign.kill()
+    foreign.wait()
+    until_served(host)
+    assert (host.last()["term"], listening(port)) == (2, True)
 
 
 # -- a full disk ---------------------------------------------------------------------------------------------------
@@ -1201,3 +1581,51 @@ def test_on_a_full_disk_the_switch_still_restores_and_says_so(host: Host, port: 
         opener.kill()
     finally:
         subprocess.run(["umount", "-l", str(host.state)], check=True)
+
+
+# -- a whole window ------------------------------------------------------------------------------------------------
+
+
+def test_production_comes_back_under_what_it_ran_under_with_its_output_where_the_experiment_says(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path)
+    words = [sys.executable, str(FAULTY), "--port", str(rig.port), "--max-model-len", "4096"]
+    one = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd="/",
+        env={"PATH": os.environ["PATH"]},
+        start_new_session=True,
+        preexec_fn=confined,
+    )
+    try:
+        until(lambda: procs.listens(rig.port))
+        rig.argv, rig.pid = words, one.pid
+        ran_under = setting.of(one.pid)
+        refused = rig.run()
+        assert refused.code == 2
+        assert "production.log" in refused.stderr
+        rig.assert_untouched()
+        experiment = rig.experiment()
+        log = tmp_path / "production.log"
+        experiment["production"]["log"] = str(log)
+        ended = rig.run(experiment, out=tmp_path / "again")
+        assert ended.code == 0, ended.stderr
+        rig.assert_back()
+        back = rig.serving()
+        assert back is not None
+        assert back != one.pid
+        assert setting.of(back) == ran_under
+        assert [os.readlink(f"/proc/{back}/fd/{number}") for number in (1, 2)] == [str(log)] * 2
+        for kept in ("arms/off/identity.json", "snapshot/here.json"):
+            assert json.loads((ended.out / kept).read_text())["process"] == ran_under
+    finally:
+        if one.poll() is None:
+            one.kill()
+        one.wait()
+        assert one.stdout is not None
+        one.stdout.close()
+        rig.close()

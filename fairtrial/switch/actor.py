@@ -14,6 +14,8 @@ from .state import LEASE_S, Failed, Json, State, hostname
 
 LOCK_S = 90.0
 TICK_S = 0.02
+WHO = ("kind", "pid", "start", "host", "boot_id")
+"""What lease and records keep of an actor: a lease is one block, and more may not fit."""
 
 
 class Actor:
@@ -94,6 +96,11 @@ class Actor:
             yield
         finally:
             os.close(fd)
+
+
+def told(who: Json) -> Json:
+    """Return of an actor what lease and records keep."""
+    return {name: who.get(name) for name in WHO}
 
 
 def runner(hold: Json) -> Json | None:

@@ -10,12 +10,25 @@ import sys
 import time
 
 # all that it will ever need is loaded now: its zip may be gone when it acts
-from . import arming, asking, play, procs, servers, spawn, terms
+from . import arming, asking, play, procs, proving, servers, spawn, terms
 from .actor import LOCK_S, Actor
-from .state import Failed, Json, Lost, State, boot_id, boottime_ns, hostname, utc, write_block
+from .state import (
+    LEASE_S,
+    Failed,
+    Json,
+    Lost,
+    State,
+    boot_id,
+    boottime_ns,
+    canonical,
+    hostname,
+    utc,
+    write_block,
+)
 
-LOADED = (arming, asking, servers, spawn)
+LOADED = (arming, asking, proving, servers, spawn)
 STEPS = ("restore.end", "restore.start", "restore.prove")
+BACK = ("served", "proved", "released")
 POLL_S = 0.1
 
 
@@ -24,10 +37,10 @@ class Switch:
 
     def __init__(self, state: State) -> None:
         with open(state.path("restore.json"), "rb") as file:
-            content = file.read()
+            self.content = file.read()
         self.state = state
-        self.restore: Json = json.loads(content)
-        self.restore_sha256 = hashlib.sha256(content).hexdigest()
+        self.restore: Json = json.loads(self.content)
+        self.restore_sha256 = hashlib.sha256(self.content).hexdigest()
         self.beat_s = float(self.restore.get("beat_s", 5))
         self.retry_s = float(self.restore.get("retry_s", 300))
         self.poll_s = min(POLL_S, self.beat_s)
@@ -38,6 +51,11 @@ class Switch:
         self.down: dict[int, float] = {}
         self.asked_to_end = False
         self.absent = 0
+        # what was last seen of the folder's files, in case that somebody removes them
+        self.was_armed = False
+        self.remake_at = 0.0
+        self.term = 0
+        self.files: dict[str, Json] = {}
         self._beaten: tuple[bool, object] | None = None
         self._beat_due = 0.0
 
@@ -67,7 +85,8 @@ class Switch:
 
     def pulse(self) -> None:
         """Beat when due, or when what the beat says has changed; end where that was asked and it is disarmed."""
-        if self.asked_to_end and not os.path.exists(self.state.path("switch.json")):
+        disarmed = not os.path.exists(self.state.path("switch.json"))
+        if self.asked_to_end and disarmed and self._newest() is not None:
             raise SystemExit(0)
         armed = self.armed()
         nonce = (self.state.read("ask.json") or {}).get("nonce")
@@ -95,19 +114,79 @@ class Switch:
         }
 
     def turn(self) -> None:
-        """Look once, and act if that is due. Ends the switch when its window's hold is gone."""
+        """Look once, and act if that is due. Ends the switch when its window's hold was given back."""
         self.pulse()
-        newest = self.state.newest()
+        newest = self._newest()
         record = self.state.read(newest[1]) if newest else None
         if newest is None or (record is not None and record.get("window") != self.state.window):
             self.absent += 1
             if self.absent >= 3:
-                self.say("hold gone")
-                raise SystemExit(0)
+                self.gone(newest)
             return
         self.absent = 0
-        if self.armed() and self.due(newest[0]):
+        armed = self.armed()
+        self._remember(newest[0], record, armed)
+        if armed and self.due(newest[0]):
             self.act()
+
+    def _newest(self) -> tuple[int, str] | None:
+        try:
+            return self.state.newest()
+        except FileNotFoundError:
+            return None
+
+    def _remember(self, term: int, record: Json | None, armed: bool) -> None:
+        self.was_armed, self.term = self.was_armed or armed, term
+        for name, value in (
+            ("hold", record),
+            ("start", self.state.read("start.json")),
+            ("last", self.state.read("last.json")),
+        ):
+            if value is not None:
+                self.files[name] = value
+
+    def gone(self, newest: tuple[int, str] | None) -> None:
+        """The window's hold is gone. End, unless it was removed while production may be down: nobody else would act."""
+        last = self.state.read("last.json") or self.files.get("last") or {}
+        back = last.get("window") == self.state.window and last.get("state") in BACK
+        if newest is not None or not self.was_armed or back:
+            self.say("hold gone")
+            raise SystemExit(0)
+        if time.monotonic() < self.remake_at:
+            return
+        try:
+            self.actor = self._remade()
+        except (OSError, Failed) as error:
+            self.remake_at = time.monotonic() + self.retry_s
+            self.say("not remade", message=str(error))
+            return
+        self.act()
+
+    def _remade(self) -> Actor:
+        """Make the state folder anew, with a term of its own, and return the actor of that term."""
+        state, term = self.state, self.term + 1
+
+        def vacant() -> None:
+            if state.newest() is not None:
+                raise Failed(f"another actor has {state.folder} on {hostname()} now", lost=True)
+
+        state.trust(create=True)
+        with state.leasing(vacant) as fd:
+            self._reopen_log()
+            state.write("restore.json", self.content, 0o600)
+            state.write("start.json", canonical(self.files.get("start") or {}) + b"\n")
+            state.write("switch.json", canonical({"armed": True, "window": state.window}))
+            state.write(f"term-{term}.json", canonical(self.files.get("hold") or {"window": state.window}) + b"\n")
+            state.write_lease(fd, term, float(self.restore.get("lease_s") or LEASE_S), self.identity)
+            state.note(term, self.identity, "restoring", detail="its folder was removed while production was down")
+        self.term, self.again_at = term, 0.0
+        self.say("remade", term=term)
+        return Actor(state, term, float(self.restore.get("lock_limit_s", LOCK_S)), self.pulse)
+
+    def _reopen_log(self) -> None:
+        fd = os.open(self.state.path("switch.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        os.dup2(fd, 2)
+        os.close(fd)
 
     def due(self, term: int) -> bool:
         """Whether to restore now: nobody else has a live term, and the record does not say it is back."""
@@ -160,12 +239,13 @@ class Switch:
             if not error.fields.get("live"):
                 self.say("not taken", message=str(error))
             return None
+        self.term = actor.term
         self.say("taken", **result)
         return actor
 
 
 def serve(state: State) -> int:
-    """Run the switch until it is disarmed and asked to end, or the hold is gone."""
+    """Run the switch until it is disarmed and asked to end, or the hold was given back."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     state.trust()

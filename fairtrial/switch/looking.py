@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from . import procs
+from . import procs, setting
 from .procs import Stat
 from .state import Failed, Json, Lease, State, boot_id, boottime_ns, hostname, read_block
 
@@ -28,6 +28,8 @@ def look(state: State, args: Json) -> Json:
             "python": sys.version.split()[0],
             "uid": os.geteuid(),
             "kernel": os.uname().release,
+            "cgroup": setting.cgroup("self"),
+            "process": setting.of(os.getpid()),
         },
         "memory": procs.memory(),
         "ports": procs.ports(args.get("ports") or []),
@@ -118,7 +120,13 @@ def _switch(state: State) -> Json:
 
 
 def inspect(args: Json) -> Json:
-    """Return one process's whole identity and tree. ``args``: ``pid``, or ``port`` (the first that listens there)."""
+    """Return one process's whole identity and tree. ``args``: ``pid``, or ``port`` (the first that listens there);
+    ``log``: where its output is to go once it is started again (none: where it goes now).
+
+    ``process`` is what it runs under, ``ungivable`` what of that a child of this program cannot be given,
+    ``startable`` null, or why it cannot be started again; ``log`` the one file that its output and errors go to
+    then, or null and ``log_why``.
+    """
     if "pid" in args:
         one = procs.stat(int(args["pid"]))
         if one is None:
@@ -131,7 +139,11 @@ def inspect(args: Json) -> Json:
     environ = procs.environ(one.pid)
     if environ is None:
         raise Failed(f"the environment of pid {one.pid} on {hostname()} cannot be read; ask as its owner or as root")
+    from .spawn import ungivable
+
     found = procs.tree([one.key], procs.table())
+    process = setting.of(one.pid)
+    output = setting.appendable(args["log"]) if args.get("log") else setting.output(one.pid)
     return {
         "ok": True,
         **procs.shown(one),
@@ -139,6 +151,13 @@ def inspect(args: Json) -> Json:
         "cwd": procs.link(one.pid, "cwd"),
         "exe": procs.link(one.pid, "exe"),
         "stdout": procs.link(one.pid, "fd/1"),
+        "stderr": procs.link(one.pid, "fd/2"),
+        "log": output["log"],
+        "log_why": output["why"],
+        "process": process,
+        "ungivable": ungivable(process),
+        "cgroup": setting.cgroup(one.pid),
+        "startable": setting.unstartable(one.pid),
         "tree": _shown(found.values()),
         "rss_total_b": sum(member.rss_b for member in found.values()),
         "held_b": procs.held_b(found.values()),

@@ -351,9 +351,13 @@ class State:
         self.write("last.json", canonical(record) + b"\n")
 
     def begun(self) -> Json:
-        """Return start.json: ``started`` [{what, pid, start, at}] and ``ending`` [[pid, start]]."""
+        """Return start.json: ``started`` [{what, pid, start, at}], ``ending`` [[pid, start]] and ``ending_of``."""
         record = self.read("start.json") or {}
-        return {"started": record.get("started") or [], "ending": record.get("ending") or []}
+        return {
+            "started": record.get("started") or [],
+            "ending": record.get("ending") or [],
+            "ending_of": record.get("ending_of"),
+        }
 
 
 def _same_file(fd: int, path: str) -> bool:

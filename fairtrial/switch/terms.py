@@ -6,7 +6,7 @@ import os
 import time
 
 from . import procs
-from .actor import Actor, end_steps, runner
+from .actor import Actor, end_steps, runner, told
 from .state import FINISHED, STATES, YOUNG_S, Failed, Json, State, Usage, boot_id, hostname
 
 KINDS = ("runner", "switch", "restore")
@@ -65,8 +65,8 @@ def take(actor: Actor, args: Json) -> Json:
     ``now`` (a person insists), ``lease_s``. Raises ``Failed`` with ``live`` where the term still lives, with ``lost``
     where another was faster.
     """
-    state, who = actor.state, args["actor"]
-    if who.get("kind") not in KINDS:
+    state, who = actor.state, told(args["actor"])
+    if who["kind"] not in KINDS:
         raise Usage(f"take: actor.kind must be one of {', '.join(KINDS)}")
 
     def held() -> None:
