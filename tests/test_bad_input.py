@@ -211,7 +211,7 @@ def test_a_cell_that_the_arms_context_cannot_hold_is_refused(rig: Rig) -> None:
         ("silent-cache", ("says nothing of cached tokens", "--enable-prompt-tokens-details", 'coldness = "unproved"')),
         ("no-usage", ("without usage",)),
         ("clamp", ("1 output tokens, 2 were asked for",)),
-        ("counts", ("counted 9 prompt tokens, 8 were sent",)),
+        ("counts", ("counted 17 prompt tokens, 16 were sent",)),
         ("cut", ("the connection closed before the end of the answer",)),
         ("error-body", ("HTTP status 400",)),
         ("error-event", ("error object", "EngineDeadError")),
