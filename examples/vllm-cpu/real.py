@@ -98,7 +98,10 @@ def main() -> int:
         wait_ready(process)
         for name in given.windows:
             out = given.out / name
-            code = subprocess.run([*fairtrial, "run", HERE / f"{name}.toml", "--execute", "--out", out]).returncode
+            registration = HERE / f"{name}.registration.json"
+            registered = ["--registration", registration] if registration.exists() else []
+            run = [*fairtrial, "run", HERE / f"{name}.toml", "--execute", "--out", out, *registered]
+            code = subprocess.run(run).returncode
             sealed = subprocess.run([*fairtrial, "verify", out]).returncode
             read = subprocess.run([*fairtrial, "read", out, "--json"], capture_output=True, text=True).stdout
             expected = EXPECTED.get(name)
