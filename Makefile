@@ -17,7 +17,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[all]' --group dev
 	touch $@
 
-# The whole story on this machine, about 90 s.
+# The whole story on this machine, about a minute.
 demo: $(READY)
 	$(BIN)/fairtrial demo
 

@@ -22,6 +22,7 @@ from fairtrial.errors import (
 )
 from fairtrial.evidence import verify
 from fairtrial.experiment import schema
+from fairtrial.progress import tell
 from fairtrial.store import Directory
 from fairtrial.summary import read_again
 from fairtrial.verdict import screen
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"fairtrial {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="the whole story on this machine, about 90 s")
+    demo = commands.add_parser("demo", help="the whole story on this machine, about a minute")
     demo.add_argument(
         "--story", choices=STORIES, default="confirmed", help="what the arms really do (default: %(default)s)"
     )
@@ -145,6 +146,7 @@ def _dispatch(given: argparse.Namespace) -> int:
         case "register":
             path = conduct.register(given.experiment)
             print(path)
+            tell(f"registered; next: fairtrial run {given.experiment} --execute --out DIR --registration {path}")
             return 0
         case "run":
             if not given.execute:

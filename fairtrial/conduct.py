@@ -250,7 +250,8 @@ def _next(runner: Runner, stop: Stop) -> str:
     arm = next((step.arm for step in runner.steps if step.name == stop.step), None)
     log = f"arms/{arm}/server.log"
     seen = f"look into {runner.out / log}, mend" if runner.store.exists(log) else "mend"
-    cause = "if that was not meant, " if stop.kind == "signal" else f"{seen} the cause, then "
+    asked = stop.kind == "signal" or stop.kind == "guard stop file"
+    cause = "if that was not meant, " if asked else f"{seen} the cause, then "
     return f"{cause}run the window again into a new folder; its completed cells are in {runner.out}/summary.json"
 
 
@@ -375,7 +376,9 @@ def _restore(
     except Superseded as error:
         return 0 if _superseded(runner, str(error)) == 3 else 4
     if code != 4:
-        tell("fairtrial: " + ("accepted" if accept else "production is proved to be back"))
+        production = runner.experiment.production
+        told = "accepted" if accept else "production is proved to be back"
+        tell(f"fairtrial: {told}: it serves on {production.address}:{production.port}")
         _report(runner, 0)
         return 0
     return _report(runner, 4)
@@ -448,7 +451,8 @@ def stop(path: Path) -> int:
         raise Refused(f"{path}: no window's folder: {error}") from None
     owner = records[0].get("actor") or {} if records else {}
     if state.status is Status.RELEASED:
-        raise Refused(f"{path}: this window has ended and was released")
+        print("this window has ended before; production was proved to be back")
+        return 0
     if not _alive(owner):
         raise Refused(f"{path}: its runner (pid {owner.get('pid', '?')}) does not run here: fairtrial restore {path}")
     if state.status is not Status.RESTORING:

@@ -64,6 +64,7 @@ STORIES: Mapping[str, Patch] = {"confirmed": _as_it_is, "refuted": _refuted, "st
 def _quick(raw: dict[str, Any]) -> None:
     """Tiny cells and short waits, for kill tests: too short to be read with confidence."""
     raw["name"] = "demo-quick"
+    raw["question"] += " (--quick: cells too short for a verdict to be trusted)"
     raw["protocol"]["cells"][0] |= {"prompt_tokens": 64, "output_tokens": 2}
     raw["protocol"]["cells"][1] |= {"prompt_tokens": 512, "output_tokens": 4}
     raw["checks"]["greedy"] |= {"prompt_tokens": 16, "output_tokens": 8}
@@ -110,6 +111,8 @@ def run(*, story: str, out: Path, port: int, keep: bool, quick: bool, progress: 
     if find_spec("numpy") is None or find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise Refused('the demo needs its extra: pip install "fairtrial[demo]"')
     window = experiment(story=story, port=port, quick=quick)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Refused(f"{out} is there and not an empty folder: name another with --out")
     _restore_dead_demo(lines)
     code: int | None = None
     bring_up(port, quick, lines)

@@ -334,6 +334,9 @@ def _faults(error: ValidationError) -> Iterator[Fault]:
         path = ".".join(str(part) for part in detail["loc"])
         given = detail["input"]
         shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
+        if detail["type"] == "extra_forbidden":
+            yield Fault(key=path, message="no such key here (docs/experiment.md names all)")
+            continue
         yield Fault(key=path, message=detail["msg"].removeprefix("Input ").strip() + shown)
 
 

@@ -94,8 +94,8 @@ def unrestorable(found: Mapping[str, Any], host: Mapping[str, Any]) -> str | Non
         )
     if found["log"] is None:
         return (
-            f"production (pid {pid}) could not be given its output back: {found['log_why']}: name a file that "
-            "can be (production.log), or start production with both in one file"
+            f"production (pid {pid}) could not be given its output back: {found['log_why']}: add "
+            'log = "/a/file" under [production], or start production again with >/a/file 2>&1'
         )
     return None
 

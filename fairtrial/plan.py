@@ -200,10 +200,15 @@ def text(experiment: Experiment, max_downtime_min: float | None = None) -> str:
         "WAITS    " + ", ".join(f"{name.removesuffix('_s')} {seconds:g} s" for name, seconds in value["waits"].items()),
         "GUARDS",
     ]
-    lines += [
-        f"  {guard['guard']:<10} {guard['rule']} (every {guard['cadence_s']:g} s, stale after {guard['stale_s']:g} s)"
-        for guard in value["guards"]
-    ]
+    own = experiment.guards
+    values = {
+        "memory": f" ({own.memory_min_gib:g} GiB; {own.memory_floor_gib:g} GiB before an arm)",
+        "swap": f" (by more than {own.swap_growth_max_mib:g} MiB)",
+    }
+    for guard in value["guards"]:
+        rule_text = guard["rule"] + values.get(guard["guard"], "")
+        when = f"every {guard['cadence_s']:g} s, stale after {guard['stale_s']:g} s"
+        lines.append(f"  {guard['guard']:<10} {rule_text} ({when})")
     lines += ["", f"READING  rule {experiment.reading.rule}, cell {experiment.reading.cell}; the first that holds:"]
     lines += [f"  {line}" for line in rule(experiment)]
     lines += ["", "RESTORE  from restore.end on: always, however the window ends; no flag turns it off."]

@@ -142,8 +142,8 @@ def _ask_host(runner: Runner, host: str, found: Mapping[str, Any]) -> None:
     listeners = found["ports"][str(production.port)]["listeners"]
     if not listeners:
         raise Refused(
-            f"{host}: production is down: nothing listens on port {production.port}: a window starts from a production "
-            "that serves"
+            f"{host}: production is down: nothing listens on port {production.port}: start it, or correct "
+            "production.port; a window starts from a production that serves"
         )
     for arm in experiment.arms:
         if arm.port == production.port:

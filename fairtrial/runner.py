@@ -130,7 +130,9 @@ class Runner(Calls):
             self._stop(self.step, "failed", self._unwritten(error))
 
     def _stop(self, step: Step, cause: str, reason: str) -> None:
-        self.progress.say(f"  ! {step.name}: {cause}: {reason}")
+        if step.name != "preflight":
+            # What preflight finds is told once, as the refusal.
+            self.progress.say(f"  ! {step.name}: {cause}: {reason}")
         self.record("stop", step=step.name, cause=cause, reason=reason)
 
     def _unwritten(self, error: OSError) -> str:

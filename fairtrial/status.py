@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fairtrial.decide import State
+from fairtrial.decide import State, Status
 from fairtrial.demo import state_folder
 from fairtrial.errors import EvidenceError, Refused
 from fairtrial.experiment import Experiment
 from fairtrial.store import Directory
 from fairtrial.summary import load_evidence
+from fairtrial.switch import procs
 from fairtrial.window import steps
 
 
@@ -32,11 +33,17 @@ def _host(state: Path) -> list[str]:
     if hold is None:
         lines = [f"{state}: no HOLD"]
     else:
+        runs = procs.alive(int(hold.get("pid", 0)), int(hold.get("start", 0)))
         lines = [
             f"{state}: HELD by window {hold.get('window')} of {hold.get('owner')} (pid {hold.get('pid')} on "
             f"{hold.get('control_host')}) since {hold.get('since')}, for: {hold.get('purpose')}",
             f"  evidence: {hold.get('out')}",
         ]
+        if not runs:
+            lines.append(
+                "  its runner does not run on this machine: where it ran here, the dead-man's switch restores when the "
+                f"lease has run out; finish it now: fairtrial restore {hold.get('out')}"
+            )
     if last:
         kind = (last.get("actor") or {}).get("kind", "?")
         lines.append(
@@ -57,8 +64,17 @@ def _evidence(path: Path) -> tuple[Experiment, State, list[dict[str, Any]]]:
 
 def _window(path: Path, experiment: Experiment, state: State, records: list[dict[str, Any]]) -> list[str]:
     done = [step.name for step in steps(experiment) if step.name in state.ended]
-    lines = [f"{path}: window {records[0]['window'] if records else '?'}: {state.status}, in {state.step or 'no step'}"]
-    lines.append(f"  {len(done)} steps ended: {', '.join(f'{name} {state.ended[name]}' for name in done)}")
+    store = Directory.open(path)
+    summary = json.loads(store.read("summary.json")) if store.exists("summary.json") else {}
+    window = records[0]["window"] if records else "?"
+    if state.status is Status.RELEASED:
+        lines = [f"{path}: window {window}: ended, and released"]
+    else:
+        lines = [f"{path}: window {window}: {state.status}, in {state.step or 'no step'}; {len(done)} steps ended"]
+    if summary.get("verdict"):
+        lines.append(f"  verdict {summary['verdict']}")
+    if summary.get("restored"):
+        lines.append("  production is proved to be back")
     if state.stop:
         lines.append(f"  stopped in {state.stop.step} ({state.stop.kind}): {state.stop.reason}")
     cells = [record for record in records if record["kind"] == "cell"]

@@ -30,7 +30,9 @@ def screen(path: Path, again: dict[str, Any] | None = None) -> str:
         lines += ["", f"VERDICT  {reading['verdict'] or 'none due'}"]
         if reading.get("meaning"):
             lines += [f"  {reading['meaning']}", f"  next: {reading['next']}"]
-        lines += [f"  - {_short(reason)}" for reason in reading["reasons"]]
+        lines += [f"  - {_short(reason)}" for reason in deciding(reading)]
+        if reading["reasons"]:
+            lines.append(f"  (every condition: fairtrial read {folder_name(path.absolute())} --json)")
         if not summary["registered"]:
             lines.append("  not registered before the run")
     else:
@@ -43,6 +45,23 @@ def screen(path: Path, again: dict[str, Any] | None = None) -> str:
     name = folder_name(path.absolute())
     lines.append(f"evidence {name}   check it: fairtrial verify {name}   read it again: fairtrial read {name}")
     return "\n".join(lines) + "\n"
+
+
+def deciding(reading: dict[str, Any]) -> list[str]:
+    """The conditions that gave this verdict: of the reasons, those of the branch that was taken."""
+    reasons: list[str] = reading["reasons"]
+    timing = [reason for reason in reasons if not reason.startswith(("greedy", "logit"))]
+    match reading["verdict"]:
+        case "UNSAFE":
+            return [reason for reason in reasons if reason not in timing]
+        case "AMBIGUOUS":
+            return [reason for reason in timing if reason.startswith("AMBIGUOUS") or reason.endswith("does not hold")]
+        case "REFUTED":
+            return [reason for reason in timing if not reason.startswith("for CONFIRMED")]
+        case "CAUSE_NOT_REPRODUCED":
+            return [reason for reason in timing if not reason.startswith("for ")]
+        case _:
+            return [reason for reason in reasons if not reason.startswith("for REFUTED")]
 
 
 def _short(reason: str) -> str:

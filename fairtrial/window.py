@@ -117,6 +117,10 @@ def steps(experiment: Experiment) -> tuple[Step, ...]:
         requests: str = "",
     ) -> Step:
         key = name if arm is None else name.rpartition(".")[2]
+        waits = {
+            "idle": experiment.waits.idle_s,
+            "restore.prove": experiment.waits.settle_s + _GUESS_S["restore.prove"],
+        }
         found = experiment.estimates.get(name) or experiment.estimates.get(key)
         return Step(
             name=name,
@@ -126,7 +130,7 @@ def steps(experiment: Experiment) -> tuple[Step, ...]:
             needs=tuple(needs),
             commands=_COMMANDS.get(key, ()),
             requests=requests,
-            estimate=found or Estimate(seconds=_GUESS_S.get(key, 1.0), basis=NOT_MEASURED),
+            estimate=found or Estimate(seconds=waits.get(key, _GUESS_S.get(key, 1.0)), basis=NOT_MEASURED),
         )
 
     greedy = experiment.checks.greedy if experiment.checks else None
