@@ -130,8 +130,8 @@ class Runner(Calls):
             self._stop(self.step, "failed", self._unwritten(error))
 
     def _stop(self, step: Step, cause: str, reason: str) -> None:
-        if step.name != "preflight":
-            # What preflight finds is told once, as the refusal.
+        if step.name != "preflight" or cause not in ("refused", "failed"):
+            # What preflight finds missing is told once, as the refusal.
             self.progress.say(f"  ! {step.name}: {cause}: {reason}")
         self.record("stop", step=step.name, cause=cause, reason=reason)
 
