@@ -282,7 +282,8 @@ def test_status_says_who_holds_what_and_how_far_a_window_is(command: Command, qu
     assert ended.returncode == 0
     assert "no HOLD" in ended.stdout
     assert re.search(r"last: window demo-quick-\S+ released", ended.stdout)
-    assert "released, in switch.off" in ended.stdout
+    assert ": ended, and released" in ended.stdout
+    assert "production is proved to be back" in ended.stdout
     assert len(re.findall(r"rep \d: TTFT ", ended.stdout)) == 9
 
 
