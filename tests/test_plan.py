@@ -134,7 +134,7 @@ def test_a_plan_says_everything_that_a_person_must_know(experiment: Experiment) 
         assert f"basis: {step.estimate.basis}" in said
     for part in ("HOLD", "BOUNDS", "WAITS", "GUARDS", "READING", "RESTORE", "ARMS", "STEPS"):
         assert re.search(rf"^{part} ?", said, re.MULTILINE)
-    assert "MemAvailable over the minimum (every 1 s, stale after 5 s)" in said
+    assert "MemAvailable over the minimum (0.5 GiB; 0.75 GiB before an arm) (every 1 s, stale after 5 s)" in said
 
 
 def test_the_rule_is_shown_with_the_limits_that_are_registered(experiment: Experiment, raw: dict[str, Any]) -> None:
