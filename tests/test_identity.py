@@ -283,7 +283,10 @@ FIT: dict[str, Any] = {
         ({"cgroup": f"0::{UNIT}\n"}, ["is run by a supervisor (unit vllm.service)", "site.close"]),
         ({"startable": "its working folder is gone: /x"}, ["its working folder is gone: /x"]),
         ({"ungivable": ["nice -5 (here 0)", "RLIMIT_NPROC 9:9 (here 8:8)"]}, ["nice -5 (here 0), RLIMIT_NPROC 9:9"]),
-        ({"log": None, "log_why": "its output goes to pipe:[3]"}, ["its output goes to pipe:[3]", "under [production]"]),
+        (
+            {"log": None, "log_why": "its output goes to pipe:[3]"},
+            ["its output goes to pipe:[3]", "under [production]"],
+        ),
     ],
 )
 def test_what_could_not_be_brought_back_is_refused_with_the_reason_and_a_way_out(
