@@ -456,7 +456,7 @@ def test_production_whose_output_could_not_be_given_back_is_refused_unless_a_fil
         (host.folder / "one.log").unlink()
     said = reason(host, ended[-1])
     assert said is not None
-    assert "production.log" in said
+    assert "under [production]" in said
     assert reason(host, ended[-1], str(host.folder / "named.log")) is None
     assert "is no file" in str(reason(host, ended[-1], str(host.folder)))
     assert "cannot be written" in str(reason(host, ended[-1], str(host.folder / "absent" / "named.log")))
@@ -1607,7 +1607,7 @@ def test_production_comes_back_under_what_it_ran_under_with_its_output_where_the
         ran_under = setting.of(one.pid)
         refused = rig.run()
         assert refused.code == 2
-        assert "production.log" in refused.stderr
+        assert "under [production]" in refused.stderr
         rig.assert_untouched()
         experiment = rig.experiment()
         log = tmp_path / "production.log"
