@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairtrial import __version__, rule
-from fairtrial.decide import State, Status, fold
+from fairtrial.decide import State, fold
 from fairtrial.errors import EvidenceError, ExperimentError
 from fairtrial.experiment import Experiment, parse
 from fairtrial.ledger import read as read_ledger
@@ -175,11 +175,6 @@ def _number(value: object) -> float | int:
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     raise TypeError(f"not JSON: {type(value).__name__}")
-
-
-def finished(state: State) -> bool:
-    """Whether a window's ledger ends with its release."""
-    return state.status is Status.RELEASED
 
 
 def folder_name(path: Path) -> str:

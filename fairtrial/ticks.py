@@ -368,11 +368,6 @@ class Ticks:
         self.readers.clear()
         self.openers.clear()
 
-    def close_channels(self) -> None:
-        """End the readers and openers of this runner: nothing is sampled or renewed after this."""
-        self._drain()
-        self._close_channels()
-
 
 def json_line(line: str) -> dict[str, Any] | None:
     """A line as a JSON object, or None for anything else."""

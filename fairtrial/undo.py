@@ -20,7 +20,6 @@ from fairtrial.window import Step
 
 LOCK_WAIT_S = 90.0
 GREEDY_TRIES = 3
-DONE = ("served", "proved", "down", "released")
 
 Act = Callable[[Runner, Step], dict[str, Any]]
 
