@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import json
-import os
-import shutil
-import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,19 +11,20 @@ from typing import Any
 
 from fairtrial import __version__, undo
 from fairtrial import plan as dry
-from fairtrial.backends import Local
 from fairtrial.canonical import sha256
+from fairtrial.control import Control, Here
 from fairtrial.decide import State, Status, Stop
 from fairtrial.errors import EvidenceError, Refused, StepFailed, Superseded
 from fairtrial.evidence import SUMS, next_restore, reseal, unseal
 from fairtrial.experiment import Experiment, load
+from fairtrial.guards import NS
 from fairtrial.ledger import NAME as LEDGER
 from fairtrial.ledger import Ledger, utc_text
 from fairtrial.progress import Lines, Progress, tell
 from fairtrial.restoration import document
 from fairtrial.runner import Runner
 from fairtrial.secrets import Secrets
-from fairtrial.store import Directory, report_unwritten
+from fairtrial.store import Directory, Store, report_unwritten
 from fairtrial.summary import load_evidence
 from fairtrial.switch import bundle
 from fairtrial.ticks import Interrupted
@@ -37,6 +33,7 @@ from fairtrial.window import bounds, hold_s, steps
 REGISTRATION = "fairtrial.registration/1"
 STOP = "STOP"
 POLL_S = 0.2
+HERE = Here()
 
 
 def open_experiment(path: Path) -> tuple[Experiment, bytes]:
@@ -48,14 +45,14 @@ def open_experiment(path: Path) -> tuple[Experiment, bytes]:
     return load(content, file=str(path)), content
 
 
-def registration(experiment: Experiment, *, folder: Path, registered: bool) -> dict[str, Any]:
+def registration(experiment: Experiment, *, folder: Path, registered: bool, at_s: float) -> dict[str, Any]:
     """The registration: the whole experiment, its hash, the commit it lies in, and the time."""
     return {
         "schema": REGISTRATION,
         "sha256": experiment.sha256,
         "experiment": experiment.dump(),
         "commit": _commit(folder),
-        "at": utc_text(time.time()),
+        "at": utc_text(at_s),
         "registered": registered,
         "fairtrial": __version__,
     }
@@ -80,7 +77,9 @@ def register(path: Path) -> Path:
     """Write the registration of an experiment beside it, and return its path. Raises ``Refused`` if it is there."""
     experiment, _ = open_experiment(path)
     target = path.with_suffix(".registration.json")
-    content = json.dumps(registration(experiment, folder=path.parent, registered=True), indent=1, sort_keys=True)
+    content = json.dumps(
+        registration(experiment, folder=path.parent, registered=True, at_s=time.time()), indent=1, sort_keys=True
+    )
     try:
         with target.open("x") as file:
             file.write(content + "\n")
@@ -106,29 +105,6 @@ def _registered(experiment: Experiment, path: Path | None) -> bool:
             "it was changed after it was registered"
         )
     return True
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
-
-
-def actor(kind: str) -> dict[str, Any]:
-    """Who acts: this process, as a host on the same machine can tell whether it lives."""
-    stat = Path("/proc/self/stat").read_text()
-    host = socket.gethostname()
-    return {
-        "kind": kind,
-        "owner": _user(),
-        "control_host": host,
-        "host": host,
-        "pid": os.getpid(),
-        "start": int(stat.rpartition(")")[2].split()[19]),
-        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "since": utc_text(time.time()),
-    }
 
 
 def run(
@@ -160,6 +136,7 @@ def run_experiment(
     max_downtime_min: float | None = None,
     stop_files: Sequence[Path] = (),
     progress: Progress | None = None,
+    control: Control = HERE,
 ) -> int:
     """Run a window and return its exit status. Raises ``Refused`` when nothing was touched."""
     window = steps(experiment)
@@ -170,21 +147,25 @@ def run_experiment(
             "give it more (--max-downtime, bounds.abort_min), or make the window smaller"
         )
     out = out.absolute()
-    existed = out.exists()
-    store = Directory.create(out)
-    record = registration(experiment, folder=base, registered=registered)
-    store.write("registration.json", json.dumps(record, indent=1, sort_keys=True).encode())
-    store.write("plan.json", json.dumps(dry.plan(experiment, max_downtime_min), indent=1, sort_keys=True).encode())
-    store.write("switch/host.pyz", bundle())
-    key = os.urandom(32)
-    store.write("snapshot/key", key.hex().encode())
-    backend = Local(out / "switch" / "host.pyz")
-    name = f"{experiment.name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(3).hex()}"
+    existed = control.exists(out)
+    store = control.create(out)
+    backend = control.backend(out / "switch" / "host.pyz")
+    key = control.random(32)
+    record = registration(experiment, folder=base, registered=registered, at_s=backend.utc())
+    first = {
+        "registration.json": json.dumps(record, indent=1, sort_keys=True).encode(),
+        "plan.json": json.dumps(dry.plan(experiment, max_downtime_min), indent=1, sort_keys=True).encode(),
+        "switch/host.pyz": bundle(),
+        "snapshot/key": key.hex().encode(),
+    }
+    begun = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(backend.utc()))
+    name = f"{experiment.name}-{begun}-{control.random(3).hex()}"
     runner = Runner(
         experiment=experiment,
         window=name,
         out=out,
         base=base,
+        control=control,
         backend=backend,
         store=store,
         ledger=Ledger.create(store, backend),
@@ -194,36 +175,36 @@ def run_experiment(
         max_downtime_min=max_downtime_min,
         stop_files=[out / STOP, *stop_files],
     )
-    runner.actor = actor("runner")
-    runner.record(
-        "window",
-        window=name,
-        base=str(base),
-        registration_sha256=sha256(store.read("registration.json")),
-        experiment_sha256=experiment.sha256,
-        actor=runner.actor,
-        version=__version__,
-    )
-    store.anchor(LEDGER)
+    runner.actor = control.actor("runner")
+    try:
+        for file, content in first.items():
+            store.write(file, content)
+        runner.record(
+            "window",
+            window=name,
+            base=str(base),
+            registration_sha256=sha256(first["registration.json"]),
+            experiment_sha256=experiment.sha256,
+            actor=runner.actor,
+            version=__version__,
+        )
+        store.anchor(LEDGER)
+    except OSError as error:
+        control.forget(store, out, existed=existed)
+        raise Refused(
+            f"{out}: no evidence can be kept there: {error.strerror}: mend that disk, or name another"
+        ) from None
     try:
         code = runner.run()
     except Refused:
-        _forget(store, out, existed)
+        control.forget(store, out, existed=existed)
         raise
     except Superseded as error:
         return _superseded(runner, str(error))
     if "hold" not in runner.state.begun and runner.state.status is not Status.RELEASED:
-        _forget(store, out, existed)
+        control.forget(store, out, existed=existed)
         tell("fairtrial: stopped before the HOLD: nothing was touched")
     return _report(runner, code)
-
-
-def _forget(store: Directory, out: Path, existed: bool) -> None:
-    """Nothing was touched and nothing was measured: leave the folder as it was found."""
-    store.close()
-    shutil.rmtree(out, ignore_errors=True)
-    if existed:
-        out.mkdir(mode=0o700, exist_ok=True)
 
 
 def _report(runner: Runner, code: int) -> int:
@@ -265,8 +246,8 @@ def _superseded(runner: Runner, reason: str) -> int:
     tell(f"fairtrial: {reason}")
     runner.installed.clear()
     host = runner.experiment.production.host
-    deadline = time.monotonic() + undo.longest_restore_s(runner)
-    while time.monotonic() < deadline:
+    deadline_ns = runner.now() + int(undo.longest_restore_s(runner) * NS)
+    while runner.now() < deadline_ns:
         looked = undo.look_at(runner, host)["state"]
         last = looked.get("last") or {}
         if last and last.get("window") != runner.window:
@@ -277,11 +258,18 @@ def _superseded(runner: Runner, reason: str) -> int:
             told = f"{last['state']} by {who.get('kind', '?')} (pid {who.get('pid', '?')})"
             tell(f"fairtrial: production on {host}: {told}")
             return 4 if last["state"] == "down" else 3
-        time.sleep(POLL_S)
+        runner.backend.sleep(POLL_S)
     return 4
 
 
-def restore(path: Path, *, now: bool = False, accept: str | None = None, progress: Progress | None = None) -> int:
+def restore(
+    path: Path,
+    *,
+    now: bool = False,
+    accept: str | None = None,
+    progress: Progress | None = None,
+    control: Control = HERE,
+) -> int:
     """Bring production back from the evidence of a window, any number of times.
 
     Returns 0 when production is proved (or accepted), also when the window was released before; 4 when it is not.
@@ -289,23 +277,22 @@ def restore(path: Path, *, now: bool = False, accept: str | None = None, progres
     """
     out = path.absolute()
     try:
-        store = Directory.open(out)
+        store = control.open(out)
         experiment, state, records = load_evidence(store)
     except (EvidenceError, FileNotFoundError, NotADirectoryError) as error:
         raise Refused(f"{path}: no window's folder: {error}") from None
     if not records:
         raise Refused(f"{path}: its window ended before its first record: nothing was touched, nothing is to restore")
     window = str(records[0]["window"])
-    with tempfile.TemporaryDirectory(prefix="fairtrial-") as scratch:
-        program = Path(scratch) / "host.pyz"
-        program.write_bytes(bundle())
-        backend = Local(program)
-        key = bytes.fromhex(store.read("snapshot/key").decode()) if store.exists("snapshot/key") else os.urandom(32)
+    with control.program() as program:
+        backend = control.backend(program)
+        key = bytes.fromhex(store.read("snapshot/key").decode()) if store.exists("snapshot/key") else control.random(32)
         runner = Runner(
             experiment=experiment,
             window=window,
             out=out,
             base=Path(str(records[0].get("base", out))),
+            control=control,
             backend=backend,
             store=store,
             ledger=Ledger(store, backend, name=LEDGER, lenient=True),
@@ -313,23 +300,21 @@ def restore(path: Path, *, now: bool = False, accept: str | None = None, progres
             secrets=Secrets(key, experiment.secrets),
             acts=undo.ACTS if accept is None else {**undo.ACTS, **undo.accepting(accept)},
         )
-        runner.actor = actor("restore")
+        runner.actor = control.actor("restore")
         if _released_before(runner, state):
             tell("fairtrial: this window was released before: nothing was touched")
             return 0
         _refuse_live(runner, records, now=now)
         if "hold" not in state.begun:
-            if not store.exists(SUMS):
-                reseal(store)
+            _seal_again(store)
             tell("fairtrial: this window stopped before its HOLD: nothing was touched, nothing is to restore")
             return 0
         if state.status is Status.RELEASED and not _held(runner):
             # Its ledger ends with a release, and the host knows it no more: only the seal may be missing.
-            if not store.exists(SUMS):
-                reseal(store)
+            _seal_again(store)
             tell("fairtrial: this window was released before: nothing was touched on the host")
             return 0
-        with runner.heeding_signals():
+        with control.heeding(runner.signals.append):
             try:
                 undo.acquire(runner, now=now)
             except StepFailed as error:
@@ -346,7 +331,7 @@ def restore(path: Path, *, now: bool = False, accept: str | None = None, progres
 
 
 def _restore(
-    runner: Runner, store: Directory, records: Sequence[Mapping[str, Any]], state: State, accept: str | None
+    runner: Runner, store: Store, records: Sequence[Mapping[str, Any]], state: State, accept: str | None
 ) -> int:
     number = next_restore(store)
     try:
@@ -359,15 +344,18 @@ def _restore(
     runner.ledger = Ledger.open(store, runner.backend, lenient=True)
     runner.resume(runner.ledger.records)
     runner.accepted = {"by": runner.actor["owner"], "reason": accept} if accept is not None else None
-    host = runner.experiment.production.host
-    if runner.backend.get(host, f"{runner.experiment.hosts[host].state}/restore.json") is None:
-        runner.document = document(runner.experiment, window=runner.window, host=host, production=None, log="/dev/null")
+    for host, declared in runner.experiment.hosts.items():
+        if runner.backend.get(host, f"{declared.state}/restore.json") is None:
+            runner.documents[host] = document(
+                runner.experiment, window=runner.window, host=host, production=None, log="/dev/null"
+            )
     runner.load_reference()
     alive = f"pid {records[0].get('actor', {}).get('pid', '?')}"
     runner.record(
         "restorer",
         number=number,
-        term=runner.term,
+        lenient=True,
+        terms=runner.terms,
         actor=runner.actor,
         reason=f"the runner ({alive}) ended in {state.step or 'preflight'} without restoring",
     )
@@ -382,6 +370,15 @@ def _restore(
         _report(runner, 0)
         return 0
     return _report(runner, 4)
+
+
+def _seal_again(store: Store) -> None:
+    """Seal what has no seal yet. Production is back: a disk that takes none is told, and stops nothing."""
+    try:
+        if not store.exists(SUMS):
+            reseal(store)
+    except OSError as error:
+        report_unwritten(f"{SUMS}: this evidence has no seal; free space, then run this again", error)
 
 
 def _held(runner: Runner) -> bool:
@@ -412,7 +409,7 @@ def _refuse_live(runner: Runner, records: Sequence[Mapping[str, Any]], *, now: b
         state = undo.look_at(runner, host)["state"]
         newest, hold = state.get("newest"), state.get("hold") or {}
         if newest is None:
-            if _alive(owner):
+            if runner.control.alive(owner):
                 raise Refused(
                     f"its runner lives (pid {owner.get('pid')} on {owner.get('host')}): fairtrial stop {runner.out}"
                 )
@@ -420,25 +417,12 @@ def _refuse_live(runner: Runner, records: Sequence[Mapping[str, Any]], *, now: b
         if hold.get("window") != runner.window:
             continue
         lease = state.get("lease") or {}
-        if newest.get("term") == 0 and lease.get("live") and _alive(hold) and not now:
+        if newest.get("term") == 0 and lease.get("live") and runner.control.alive(hold) and not now:
             raise Refused(
                 f"{host}: its runner lives (pid {hold.get('pid')} on {hold.get('control_host')}, {hold.get('owner')}), "
                 f"and its lease runs for {float(lease.get('left_s') or 0):.0f} s more: "
                 f"fairtrial stop {runner.out}, or --now to take over"
             )
-
-
-def _alive(owner: Mapping[str, Any]) -> bool:
-    """Whether a process that was recorded lives, as far as this machine can say."""
-    mine = actor("restore")
-    if owner.get("boot_id") != mine["boot_id"] or owner.get("control_host") != mine["control_host"]:
-        return False
-    try:
-        stat = Path(f"/proc/{owner.get('pid')}/stat").read_text()
-    except OSError:
-        return False
-    fields = stat.rpartition(")")[2].split()
-    return int(fields[19]) == owner.get("start") and fields[0] not in "ZX"
 
 
 def stop(path: Path) -> int:
@@ -453,12 +437,12 @@ def stop(path: Path) -> int:
     if state.status is Status.RELEASED:
         print("this window has ended before; production was proved to be back")
         return 0
-    if not _alive(owner):
+    if not HERE.alive(owner):
         raise Refused(f"{path}: its runner (pid {owner.get('pid', '?')}) does not run here: fairtrial restore {path}")
     if state.status is not Status.RESTORING:
         (out / STOP).touch(mode=0o600)
     tell(f"fairtrial: asked pid {owner['pid']} to stop; waiting for its restore")
-    while _alive(owner):
+    while HERE.alive(owner):
         time.sleep(POLL_S)
     summary = json.loads(store.read("summary.json")) if store.exists("summary.json") else {}
     proved = summary.get("restored") is True

@@ -37,7 +37,6 @@ _N, _R, _S, _E = Status.NEW, Status.RUNNING, Status.RESTORING, Status.RELEASED
 
 TABLE: Mapping[tuple[Status, str], Status] = {
     (_N, "window"): _R,
-    (_N, "torn"): _N,
     (_R, "begin"): _R,
     (_R, "end"): _R,
     (_R, "command"): _R,

@@ -17,7 +17,7 @@ from fairtrial.canonical import canonical, sha256
 from fairtrial.errors import EvidenceError, Refused
 from fairtrial.ledger import utc_text
 from fairtrial.secrets import Screen, Secrets
-from fairtrial.store import PARTIAL, Store, file_digest, files_below, report_unwritten
+from fairtrial.store import PARTIAL, Directory, Store, files_below, report_unwritten
 
 SUMS = "SHA256SUMS"
 REGISTRATION = "registration.json"
@@ -92,24 +92,28 @@ def verify(path: Path, seal: str | None = None) -> Verification:
     """
     if not path.is_dir():
         raise Refused(f"{path}: no such folder; name the OUT folder of a window")
-    found = dict(files_below(path))
-    files = {name for name, regular in found.items() if regular}
+    others = sorted(name for name, regular in files_below(path) if not regular)
+    return verify_store(Directory(path), seal, others)
+
+
+def verify_store(store: Store, seal: str | None = None, others: Sequence[str] = ()) -> Verification:
+    """``verify``, of a store; ``others`` are the names in it that are no regular files."""
+    files = set(store.names())
     problems = [
-        Problem(kind="extra", name=name, message="no regular file; a window writes none of these")
-        for name in sorted(found.keys() - files)
+        Problem(kind="extra", name=name, message="no regular file; a window writes none of these") for name in others
     ]
     sealed_as = None
     if SUMS in files:
-        content = (path / SUMS).read_bytes()
+        content = store.read(SUMS)
         sealed_as = sha256(content)
-        problems += _sum_problems(path, files, content)
+        problems += _sum_problems(store, files, content)
         if seal is not None and not hmac.compare_digest(seal.strip().lower().encode(), sealed_as.encode()):
             message = f"the seal is {sealed_as}, not the one given: other evidence, or sealed again since"
             problems.append(Problem(kind="seal", name=SUMS, message=message))
     else:
         message = "the runner did not finish; run `fairtrial restore` on this folder, which seals it"
         problems.append(Problem(kind="unsealed", name=SUMS, message=message))
-    problems += _ledger_problems(path, files)
+    problems += _ledger_problems(store, files)
     return Verification(problems=tuple(problems), seal=sealed_as)
 
 
@@ -196,7 +200,7 @@ def _sums(content: bytes) -> Iterator[tuple[str, str]]:
         yield name, digest
 
 
-def _sum_problems(path: Path, files: set[str], content: bytes) -> Iterator[Problem]:
+def _sum_problems(store: Store, files: set[str], content: bytes) -> Iterator[Problem]:
     try:
         sums = list(_sums(content))
     except EvidenceError as error:
@@ -210,34 +214,34 @@ def _sum_problems(path: Path, files: set[str], content: bytes) -> Iterator[Probl
             yield Problem(kind="extra", name=name, message="not under the seal; it was added later")
         elif name not in files:
             yield Problem(kind="missing", name=name, message="under the seal, but not there")
-        elif (now := _digest_or_reason(path / name)) != listed[name]:
+        elif (now := _digest_or_reason(store, name)) != listed[name]:
             yield Problem(kind="changed", name=name, message=f"sealed as {listed[name]}, now {now}")
 
 
-def _digest_or_reason(path: Path) -> str:
+def _digest_or_reason(store: Store, name: str) -> str:
     try:
-        return file_digest(path)
+        return store.digest(name)
     except OSError as error:
         return f"unreadable ({error.strerror})"
 
 
-def _ledger_problems(path: Path, files: set[str]) -> Iterator[Problem]:
+def _ledger_problems(store: Store, files: set[str]) -> Iterator[Problem]:
     if SUMS in files and ledger.NAME not in files:
         yield Problem(kind="ledger", name=ledger.NAME, message="missing: no window writes a seal without one")
     for name in sorted(files):
         if name != ledger.NAME and not re.fullmatch(rf"restore/[0-9]+/{re.escape(ledger.NAME)}", name):
             continue
         try:
-            records = ledger.read((path / name).read_bytes(), file=name)
+            records = ledger.read(store.read(name), file=name)
         except EvidenceError as error:
             yield Problem(kind="ledger", name=name, message=str(error))
             continue
         if name == ledger.NAME and records:
-            yield from _registration_problems(path, files, records[0].get("registration_sha256"))
+            yield from _registration_problems(store, files, records[0].get("registration_sha256"))
 
 
-def _registration_problems(path: Path, files: set[str], recorded: object) -> Iterator[Problem]:
-    now = _digest_or_reason(path / REGISTRATION) if REGISTRATION in files else "missing"
+def _registration_problems(store: Store, files: set[str], recorded: object) -> Iterator[Problem]:
+    now = _digest_or_reason(store, REGISTRATION) if REGISTRATION in files else "missing"
     if recorded != now:
         message = f"the ledger's first record says {recorded}, the file is {now}"
         yield Problem(kind="registration", name=REGISTRATION, message=message)

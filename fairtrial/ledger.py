@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Protocol
 
 from fairtrial.canonical import canonical, sha256
@@ -97,7 +98,7 @@ class Ledger:
         try:
             line = canonical(record)
             shown = line.decode()
-            record = json.loads(line)
+            record = _parsed(line)
             self._store.append(self._name, line + b"\n")
         except (OSError, ValueError, TypeError) as error:
             if not self.lenient:
@@ -141,17 +142,25 @@ def _whole(content: bytes) -> bytes:
     return whole[:last] if b"\0" in whole[last:] else whole
 
 
+@lru_cache(maxsize=1 << 14)
+def _parsed(line: bytes) -> Record:
+    """A line as its record: parsed once, however often one process reads its ledger. Nobody changes a record."""
+    record = json.loads(line)
+    unchanged = canonical(record) == line
+    if not isinstance(record, dict) or not all(type(record.get(key)) is kind for key, kind in _OWN.items()):
+        raise TypeError(f"not a record: it needs {', '.join(_OWN)}")
+    if not unchanged:
+        raise TypeError("not in canonical form: it was edited")
+    return record
+
+
 def _record(line: bytes, where: str) -> Record:
     try:
-        record = json.loads(line)
-        unchanged = canonical(record) == line
+        return _parsed(line)
     except (ValueError, RecursionError):
         raise _damage(where, "not a JSON record") from None
-    if not isinstance(record, dict) or not all(type(record.get(key)) is kind for key, kind in _OWN.items()):
-        raise _damage(where, f"not a record: it needs {', '.join(_OWN)}")
-    if not unchanged:
-        raise _damage(where, "not in canonical form: it was edited")
-    return record
+    except TypeError as error:
+        raise _damage(where, str(error)) from None
 
 
 def _damage(where: str, what: str) -> EvidenceError:

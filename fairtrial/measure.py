@@ -15,6 +15,8 @@ from fairtrial.client import (
     completion,
     counters,
     probe_quality,
+    prompt_lines,
+    rows,
     salt,
     sized_dice,
     token_ids,
@@ -68,12 +70,12 @@ def greedy_texts(runner: Runner) -> list[str]:
     assert greedy.file is not None
     path = runner.base / greedy.file
     try:
-        content = path.read_bytes()
+        content = runner.control.read(path)
     except OSError as error:
         raise Refused(f"checks.greedy.file: {path}: {error.strerror}") from None
     if sha256(content) != greedy.sha256:
         raise Refused(f"checks.greedy.file: {path} has SHA-256 {sha256(content)}, pinned is {greedy.sha256}")
-    texts = [line for line in content.decode().splitlines() if line.strip()]
+    texts = prompt_lines(content)
     if len(texts) != greedy.prompts:
         raise Refused(
             f"checks.greedy.file: {path} holds {len(texts)} prompts, checks.greedy.prompts is {greedy.prompts}"
@@ -91,11 +93,10 @@ def tokenize(runner: Runner, base: Endpoint, text: str) -> list[int]:
         tokens = [int(token) for token in answer["tokens"]]
     except (ValueError, KeyError, TypeError):
         tokens = []
-    if exchange.status != 200 or not tokens:
+    if exchange.fault is not None or not tokens:
         where = f"http://{base.host}:{base.port}{runner.experiment.server.tokenize}"
-        raise StepFailed(
-            f"{where} gives no token ids (status {exchange.status}): the probe needs them; see server.tokenize"
-        )
+        why = exchange.fault or "none in the answer"
+        raise StepFailed(f"{where} gives no token ids ({why}): the probe needs them; see server.tokenize")
     return tokens
 
 
@@ -117,7 +118,7 @@ def read_counters(runner: Runner, base: Endpoint) -> Counters | None:
     if path is None:
         return None
     exchange = runner.get(base, path)
-    return counters(exchange.body.decode(errors="replace")) if exchange.status == 200 else None
+    return counters(exchange.body.decode(errors="replace")) if exchange.fault is None else None
 
 
 def served(runner: Runner, base: Endpoint, before: Counters | None, tokens: int) -> tuple[str, Counters | None]:
@@ -174,22 +175,6 @@ def cold(runner: Runner, what: str, cached: int | None, before: Counters | None,
     return "proved" if said else "unproved"
 
 
-def complete(runner: Runner, what: str, exchange: Exchange, prompt_tokens: int, output_tokens: int | None) -> None:
-    """Raise ``StepFailed`` unless an answer is whole and of the counts that were asked for."""
-    if exchange.fault is not None:
-        raise StepFailed(f"{what}: {exchange.fault}")
-    answer = exchange.measured or exchange.answer
-    if answer is None:
-        raise StepFailed(f"{what}: no completion in the answer (status {exchange.status})")
-    if answer.prompt_tokens != prompt_tokens:
-        raise StepFailed(f"{what}: the server counted {answer.prompt_tokens} prompt tokens, {prompt_tokens} were sent")
-    if output_tokens is not None and answer.output_tokens != output_tokens:
-        raise StepFailed(
-            f"{what}: {answer.output_tokens} output tokens, {output_tokens} were asked for: "
-            "the server cuts prompt + output at its context in silence"
-        )
-
-
 def submit(
     runner: Runner,
     base: Endpoint,
@@ -212,7 +197,7 @@ def submit(
     body = canonical(
         completion(
             model=experiment.server.model,
-            prompt_ids=ids,
+            prompt=ids,
             max_tokens=output_tokens,
             salt=salt(experiment.protocol.seed, salt_name),
             stream=stream,
@@ -234,7 +219,7 @@ def submit(
         prompt_tokens=len(ids),
         body_sha256=sha256(body),
     )
-    complete(runner, what, exchange, len(ids), output_tokens if whole_output else None)
+    rows.whole(what, exchange, prompt_tokens=len(ids), output_tokens=output_tokens if whole_output else None)
     return exchange
 
 
@@ -294,12 +279,7 @@ def ask_greedy(runner: Runner, base: Endpoint, number: int, ids: list[int], salt
     )
     measured = exchange.measured
     assert measured is not None
-    return {
-        "kind": "greedy",
-        "prompt": f"{number}",
-        "sha256": measured.answer_sha256,
-        "completion_tokens": measured.output_tokens,
-    }
+    return rows.greedy(f"{number}", measured)
 
 
 def ask_probe(runner: Runner, base: Endpoint, slot: str) -> dict[str, Any]:
@@ -310,17 +290,7 @@ def ask_probe(runner: Runner, base: Endpoint, slot: str) -> dict[str, Any]:
     answer = exchange.answer
     assert answer is not None
     cold(runner, what, answer.cached_tokens, None, None)
-    if answer.top is None or len(answer.top) < TOP_N:
-        count = 0 if answer.top is None else len(answer.top)
-        raise StepFailed(f"{what}: the server gave {count} first-token logprobs by token id, {TOP_N} are needed")
-    return {
-        "kind": "logit",
-        "slot": slot,
-        "prompt_sha256": sha256(canonical(ids)),
-        "prompt_tokens": answer.prompt_tokens,
-        "cached_tokens": answer.cached_tokens,
-        "top": [[token, logprob] for token, logprob in answer.top],
-    }
+    return rows.logit(what, slot, sha256(canonical(ids)), answer)
 
 
 def warm_logprobs(runner: Runner, arm: Arm) -> None:
@@ -341,11 +311,11 @@ def warm_logprobs(runner: Runner, arm: Arm) -> None:
 def run_checks(runner: Runner, arm: Arm) -> list[dict[str, Any]]:
     """Ask an arm everything its checks need; rows are returned only when whole."""
     base = runner.endpoint(arm)
-    rows: list[dict[str, Any]] = [identity_row(runner, base)]
+    found = [identity_row(runner, base)]
     for number, ids in enumerate(greedy_prompts(runner, base), start=1):
-        rows.append(ask_greedy(runner, base, number, ids, f"greedy/{number}"))
-    rows += [ask_probe(runner, base, slot) for slot in arm.checks]
-    return rows
+        found.append(ask_greedy(runner, base, number, ids, f"greedy/{number}"))
+    found += [ask_probe(runner, base, slot) for slot in arm.checks]
+    return found
 
 
 def identity_row(runner: Runner, base: Endpoint) -> dict[str, Any]:
@@ -354,13 +324,7 @@ def identity_row(runner: Runner, base: Endpoint) -> dict[str, Any]:
     exchange = submit(runner, base, what, short_prompt(runner), salt_name="identity", output_tokens=1, stream=False)
     answer = exchange.answer
     assert answer is not None
-    return {
-        "kind": "identity",
-        "model": answer.model,
-        "fingerprint": answer.system_fingerprint,
-        "prompt_tokens": answer.prompt_tokens,
-        "cached_tokens": answer.cached_tokens,
-    }
+    return rows.identity(answer)
 
 
 def judge_probe(runner: Runner, row: Mapping[str, Any]) -> None:

@@ -26,10 +26,11 @@ class Store(Protocol):
 
     ``read``, ``digest``, ``remove`` and ``truncate`` raise ``FileNotFoundError`` for a name that is not there.
     What ``write``, ``append``, ``remove`` and ``truncate`` changed survives a power cut once they returned.
-    ``low`` is true once a full disk has cost the reserve.
     """
 
-    low: bool
+    @property
+    def low(self) -> bool:
+        """Whether a full disk has cost the reserve."""
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a whole file: a reader sees the old content or the new. ``OSError`` leaves the old."""
@@ -54,6 +55,9 @@ class Store(Protocol):
 
     def truncate(self, name: str, size_bytes: int) -> None:
         """Cut a file to its first bytes."""
+
+    def anchor(self, name: str) -> None:
+        """From now on change nothing once this file is replaced by another's: ``Superseded`` is raised instead."""
 
     def release_reserve(self) -> None:
         """Give the reserved space up, if that has not been done."""
@@ -164,9 +168,7 @@ class Directory:
                 raise Superseded(f"{path} was replaced by another restorer, which owns this window now")
 
     def _file(self, name: str) -> Path:
-        if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-            raise ValueError(f"{name!r} names no file below a store: use relative parts joined by /")
-        return self.path / name
+        return self.path / checked(name)
 
     def _writable(self, name: str) -> Path:
         if name.endswith(PARTIAL):
@@ -236,6 +238,13 @@ class Directory:
         self._make_folder(folder.parent)
         folder.mkdir(mode=0o700)
         _sync_folder(folder.parent)
+
+
+def checked(name: str) -> str:
+    """Return the name of a file of a store. Raises ``ValueError`` for one that could lead out of it."""
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise ValueError(f"{name!r} names no file below a store: use relative parts joined by /")
+    return name
 
 
 def files_below(folder: Path, prefix: str = "") -> Iterator[tuple[str, bool]]:

@@ -11,7 +11,7 @@ from fairtrial.errors import EvidenceError
 
 
 def test_a_timed_cell_asks_for_a_greedy_stream_with_usage_and_ids() -> None:
-    body = completion(model="m", prompt_ids=[1, 2], max_tokens=9, salt="s", ignore_eos=True)
+    body = completion(model="m", prompt=[1, 2], max_tokens=9, salt="s", ignore_eos=True)
     assert body == {
         "model": "m",
         "prompt": [1, 2],
@@ -27,11 +27,11 @@ def test_a_timed_cell_asks_for_a_greedy_stream_with_usage_and_ids() -> None:
 
 
 def test_a_probe_asks_for_logprobs_by_token_id_without_a_stream() -> None:
-    body = completion(model="m", prompt_ids=[1], max_tokens=1, salt="s", stream=False, logprobs=20)
+    body = completion(model="m", prompt=[1], max_tokens=1, salt="s", stream=False, logprobs=20)
     assert (body["logprobs"], body["return_tokens_as_token_ids"], body["stream"]) == (20, True, False)
     assert not {"stream_options", "return_token_ids", "ignore_eos"} & set(body)
     with pytest.raises(ValueError, match="stream=False"):
-        completion(model="m", prompt_ids=[1], max_tokens=1, salt="s", logprobs=20)
+        completion(model="m", prompt=[1], max_tokens=1, salt="s", logprobs=20)
 
 
 def test_counters_are_summed_over_labels_and_matched_by_their_exact_names() -> None:

@@ -315,7 +315,7 @@ def test_no_measurement_can_be_folded_into_a_restore() -> None:
     for kind in MEASURES:
         assert {status for status, known in TABLE if known == kind} == {Status.RUNNING}
     assert {kind for status, kind in TABLE if status is Status.RELEASED} == {"restorer", "torn"}
-    assert {kind for status, kind in TABLE if status is Status.NEW} == {"window", "torn"}
+    assert {kind for status, kind in TABLE if status is Status.NEW} == {"window"}
 
 
 @given(WORLDS)

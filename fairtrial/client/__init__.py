@@ -1,7 +1,8 @@
 """The timed request, its prompts, and what to ask a server for."""
 
+from fairtrial.client import rows
 from fairtrial.client.answers import Counters, completion, counters, probe_quality
-from fairtrial.client.prompts import salt, sized_dice, token_ids
+from fairtrial.client.prompts import prompt_lines, salt, sized_dice, token_ids
 from fairtrial.client.request import Call, Endpoint, Exchange, Request
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "completion",
     "counters",
     "probe_quality",
+    "prompt_lines",
+    "rows",
     "salt",
     "sized_dice",
     "token_ids",

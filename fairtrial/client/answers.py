@@ -50,7 +50,7 @@ class Counters:
 def completion(
     *,
     model: str,
-    prompt_ids: Sequence[int],
+    prompt: Sequence[int] | str,
     max_tokens: int,
     salt: str,
     stream: bool = True,
@@ -59,14 +59,14 @@ def completion(
 ) -> dict[str, object]:
     """Return the body of a greedy POST /v1/completions in vLLM's dialect; servers of others ignore what is new.
 
-    A stream asks for usage and token ids. ``logprobs`` (a probe: 20) asks for the likeliest by token id, and
-    only without a stream: raises ``ValueError`` otherwise.
+    ``prompt`` is token ids, or text. A stream asks for usage and token ids. ``logprobs`` (a probe: 20) asks for the
+    likeliest by token id, and only without a stream: raises ``ValueError`` otherwise.
     """
     if stream and logprobs is not None:
         raise ValueError("logprobs are read from an answer that does not stream: ask with stream=False")
     body: dict[str, object] = {
         "model": model,
-        "prompt": list(prompt_ids),
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
         "seed": 0,

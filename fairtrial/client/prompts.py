@@ -33,6 +33,11 @@ def salt(seed: str, name: str) -> str:
     return _key("fairtrial.salt/1", seed, name).hex()[:32]
 
 
+def prompt_lines(content: bytes) -> list[str]:
+    """Return the prompts of a pinned file, one a line, blank lines left out. Raises ``UnicodeDecodeError``."""
+    return [line for line in content.decode().splitlines() if line.strip()]
+
+
 def dice(seed: str, count: int) -> str:
     """Return ``count`` throws of a die as text, ``Dice rolls: 3,1,6,``: it ends where the next throw is due."""
     return _dice_text(_throws(seed, count), 0)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import h11
 
@@ -99,7 +100,15 @@ class Exchange:
         return tuple(later - sooner for sooner, later in itertools.pairwise(times))
 
 
-class _Stopped(Exception):
+class Clock(Protocol):
+    """Where a request's times come from: the module ``time``, or a virtual clock."""
+
+    def monotonic(self) -> float: ...
+
+    def monotonic_ns(self) -> int: ...
+
+
+class Stopped(Exception):
     """Why a request ends before its answer does; its text is ours alone."""
 
 
@@ -122,8 +131,9 @@ class Request:
     ``local_port`` is our end of the connection, known before the server can see it.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, clock: Clock = time) -> None:
         self.call = call
+        self._clock = clock
         self.done = threading.Event()
         self.local_port: int | None = None
         self._deadline = 0.0
@@ -156,12 +166,12 @@ class Request:
     def run(self) -> Exchange:
         """Send the request and read the answer in this thread, and return what became of it. Raises nothing."""
         seen = _Seen()
-        self._deadline = time.monotonic() + self.call.limit_s
+        self._deadline = self._clock.monotonic() + self.call.limit_s
         fault: str | None = None
         try:
             self._connect(seen)
             self._converse(seen)
-        except _Stopped as stopped:
+        except Stopped as stopped:
             fault = str(stopped)
         except Exception as error:  # a thread that died in silence would be waited for until the limit
             fault = f"internal error: {type(error).__name__}"
@@ -175,9 +185,9 @@ class Request:
         return self._exchange
 
     def _left_s(self, limit_s: float | None = None) -> float:
-        left_s = self._deadline - time.monotonic()
+        left_s = self._deadline - self._clock.monotonic()
         if left_s <= 0:
-            raise _Stopped(f"no whole answer within {self.call.limit_s:g} s")
+            raise Stopped(f"no whole answer within {self.call.limit_s:g} s")
         return left_s if limit_s is None else min(left_s, limit_s)
 
     def _connect(self, seen: _Seen) -> None:
@@ -185,16 +195,16 @@ class Request:
         try:
             found = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_STREAM)
         except OSError:
-            raise _Stopped("the host's name has no address") from None
+            raise Stopped("the host's name has no address") from None
         fault = None
         for family, kind, protocol, _, address in found:
             sock = socket.socket(family, kind, protocol)
-            began_ns = time.monotonic_ns()
+            began_ns = self._clock.monotonic_ns()
             fault = self._connected(sock, address)
             if fault is None:
-                seen.connect_ns = time.monotonic_ns() - began_ns
+                seen.connect_ns = self._clock.monotonic_ns() - began_ns
                 return
-        raise _Stopped(f"no connection: {fault}")
+        raise Stopped(f"no connection: {fault}")
 
     def _connected(self, sock: socket.socket, address: tuple[object, ...]) -> str | None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -204,7 +214,7 @@ class Request:
                 self._sock.close()
             self._sock = sock
             if self._closed:
-                raise _Stopped("closed")
+                raise Stopped("closed")
             # bound before it connects, so that a guard never sees a connection of ours that it cannot know
             sock.bind(("", 0))
             self.local_port = sock.getsockname()[1]
@@ -224,16 +234,16 @@ class Request:
         connection = h11.Connection(h11.CLIENT)
         content = self._request_bytes(connection)
         sock.settimeout(self._left_s())
-        seen.started_ns = time.monotonic_ns()
+        seen.started_ns = self._clock.monotonic_ns()
         try:
             sock.sendall(content)
         except TimeoutError:
-            raise _Stopped(f"the server did not take the request within {self.call.limit_s:g} s") from None
+            raise Stopped(f"the server did not take the request within {self.call.limit_s:g} s") from None
         except OSError:
-            raise _Stopped("the connection closed while the request was written") from None
+            raise Stopped("the connection closed while the request was written") from None
         while seen.end_ns is None:
             content = self._receive(sock, seen)
-            at_ns = time.monotonic_ns()
+            at_ns = self._clock.monotonic_ns()
             if self._read(connection, content, at_ns, seen):
                 seen.end_ns = at_ns
 
@@ -267,9 +277,9 @@ class Request:
             return sock.recv(65536)
         except TimeoutError:
             self._left_s()
-            raise _Stopped(f"the server sent nothing for {silence_limit_s:g} s") from None
+            raise Stopped(f"the server sent nothing for {silence_limit_s:g} s") from None
         except OSError:
-            raise _Stopped("the connection broke before the end of the answer") from None
+            raise Stopped("the connection broke before the end of the answer") from None
 
     def _read(self, connection: h11.Connection, content: bytes, at_ns: int, seen: _Seen) -> bool:
         """Take what arrived at ``at_ns``; return whether that was the end."""
@@ -290,15 +300,15 @@ class Request:
             # its message may quote the body
             pass
         if content:
-            raise _Stopped("what the server sent is not HTTP/1.1")
-        raise _Stopped(f"the connection closed before the {'end' if seen.status else 'start'} of the answer")
+            raise Stopped("what the server sent is not HTTP/1.1")
+        raise Stopped(f"the connection closed before the {'end' if seen.status else 'start'} of the answer")
 
     def _begin(self, response: h11.Response, at_ns: int, seen: _Seen) -> None:
         seen.headers_ns, seen.status = at_ns, response.status_code
         if self.call.stream and seen.status == 200:
             kind = dict(response.headers).get(b"content-type", b"")
             if kind.partition(b";")[0].strip().lower() != b"text/event-stream":
-                raise _Stopped("the answer is not an event stream (its content type is another)")
+                raise Stopped("the answer is not an event stream (its content type is another)")
             seen.stream = Stream(usage_asked=self.call.usage_asked)
 
     def _take(self, content: bytes, at_ns: int, seen: _Seen) -> bool:
@@ -307,11 +317,11 @@ class Request:
             return seen.stream.broken is not None
         seen.body += content
         if len(seen.body) > BODY_LIMIT:
-            raise _Stopped(f"the body is longer than {BODY_LIMIT} bytes")
+            raise Stopped(f"the body is longer than {BODY_LIMIT} bytes")
         return False
 
     def _conclude(self, seen: _Seen, fault: str | None) -> Exchange:
-        end_ns = time.monotonic_ns() if seen.end_ns is None else seen.end_ns
+        end_ns = self._clock.monotonic_ns() if seen.end_ns is None else seen.end_ns
         measured = None if seen.stream is None else seen.stream.end(end_ns)
         answer, body = None, bytes(seen.body)
         if measured is not None:
