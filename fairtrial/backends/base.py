@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fairtrial.client import Call, Request
+from fairtrial.client import Call, Exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,28 @@ class Channel(Protocol):
         ...
 
 
+class Asking(Protocol):
+    """A request under way; ``local_port`` is our end of its connection, once it has one."""
+
+    @property
+    def local_port(self) -> int | None: ...
+
+    def poll(self, timeout_s: float) -> Exchange | None:
+        """Wait at most ``timeout_s`` for the end."""
+        ...
+
+    def close(self) -> None:
+        """End it now: it ends with the fault ``closed``."""
+        ...
+
+
 class Backend(Protocol):
-    """A world. ``argv`` is what runs, word by word; quoting is the backend's affair."""
+    """A world. ``argv`` is what runs, word by word; quoting is the backend's affair.
+
+    ``tick_s``: how often whatever waits looks around, seconds.
+    """
+
+    tick_s: float
 
     def utc(self) -> float:
         """Seconds since the epoch."""
@@ -89,6 +109,6 @@ class Backend(Protocol):
         """The content of a file on the host, or None where there is none. Raises ``StepFailed``."""
         ...
 
-    def request(self, call: Call) -> Request:
+    def request(self, call: Call) -> Asking:
         """Start a timed request from the control host."""
         ...

@@ -114,6 +114,8 @@ class LocalChannel:
 class Local:
     """This machine. ``program_file`` is the host program's zip."""
 
+    tick_s = 0.05
+
     def __init__(self, program_file: Path) -> None:
         self._program_file = program_file
 
