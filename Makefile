@@ -37,11 +37,12 @@ check: $(READY)
 kill: $(READY)
 	$(BIN)/python tests/kill.py
 
-# On a machine with nothing else running: an A-A run, the runner's own time, trips, every story five times.
+# On a machine with nothing else running: an A-A run, the runner's own time, trips, a rehearsal, every story five times.
 bench: $(READY)
 	$(BIN)/python benchmarks/aa.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/trip.py
+	$(BIN)/python benchmarks/rehearsal.py
 	$(BIN)/python benchmarks/stories.py
 
 # Every property test again with new random examples, FUZZ_ROUNDS times.

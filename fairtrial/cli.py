@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
 import sys
@@ -56,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
 
     register = commands.add_parser("register", help="write the registration: canonical bytes, hash, commit, time")
     register.add_argument("experiment", type=Path, metavar="EXPERIMENT")
+
+    rehearse = commands.add_parser("rehearse", help="the same window on simulated hosts: every stop point, every fault")
+    rehearse.add_argument("experiment", type=Path, metavar="EXPERIMENT")
+    rehearse.add_argument("--json", action="store_true", help="one JSON document")
+    rehearse.add_argument("--at", metavar="STEP/FAULT", help="one run alone, with its ledger")
+    rehearse.add_argument("--pairs", action="store_true", help="a second fault in each restore, too (minutes)")
 
     run = commands.add_parser("run", help="run the window (without --execute: the plan)")
     run.add_argument("experiment", type=Path, metavar="EXPERIMENT")
@@ -148,6 +155,8 @@ def _dispatch(given: argparse.Namespace) -> int:
             print(path)
             tell(f"registered; next: fairtrial run {given.experiment} --execute --out DIR --registration {path}")
             return 0
+        case "rehearse":
+            return _rehearse(given.experiment, as_json=given.json, at=given.at, pairs=given.pairs)
         case "run":
             if not given.execute:
                 return _plan(given.experiment, False, given.max_downtime)
@@ -201,6 +210,26 @@ def _plan(path: Path, as_json: bool, max_downtime_min: float | None) -> int:
     else:
         print(plan.text(experiment, max_downtime_min), end="")
     return 0
+
+
+def _rehearse(path: Path, *, as_json: bool, at: str | None, pairs: bool) -> int:
+    from fairtrial import rehearsal
+
+    experiment, _ = conduct.open_experiment(path)
+    base = path.parent.absolute()
+    if at is not None:
+        story, run = rehearsal.replay(experiment, base, at)
+        if as_json:
+            _print_json({"run": dataclasses.asdict(run), "ledger": rehearsal.ledger(story.world)})
+        else:
+            print(rehearsal.run_text(run, rehearsal.ledger(story.world), story.told.output), end="")
+        return 1 if run.broken else 0
+    found = rehearsal.rehearse(experiment, base, pairs=pairs)
+    if as_json:
+        _print_json(found.dump())
+    else:
+        print(rehearsal.text(experiment.name, found), end="")
+    return 1 if any(run.broken for run in found.all_runs) else 0
 
 
 def _ended(code: int, out: Path) -> int:

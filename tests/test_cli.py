@@ -15,7 +15,7 @@ from conftest import PACKAGE, free_ports
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
-COMMANDS = ["demo", "plan", "register", "run", "stop", "restore", "read", "verify", "status"]
+COMMANDS = ["demo", "plan", "register", "rehearse", "run", "stop", "restore", "read", "verify", "status"]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_help_lists_the_commands_of_this_version_and_no_others(command: Command)
         [],
         ["fly"],
         ["plan"],
-        ["rehearse", "x.toml"],
+        ["rehearse"],
         ["report", "x"],
         ["demo", "--port", "0"],
         ["demo", "--port", "x"],
