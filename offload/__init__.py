@@ -1,0 +1,1 @@
+"""The campaign PF1: thin faces over ``fairtrial``, which knows nothing of it."""

@@ -1,0 +1,1 @@
+"""What starts something for the campaign."""
