@@ -14,7 +14,7 @@ from fairtrial.backends import Channel, Pending, Reply
 from fairtrial.client import Call, Endpoint, Exchange
 from fairtrial.errors import StepFailed
 from fairtrial.guards import NS
-from fairtrial.ticks import TICK_S, HoldLost, Interrupted, Ticks, json_line
+from fairtrial.ticks import HoldLost, Interrupted, Ticks, json_line
 
 COMMAND_LIMIT_S = 30.0
 SITE_LIMIT_S = 90.0
@@ -139,7 +139,7 @@ class Calls(Ticks):
     def _await(self, pending: Pending, limit_s: float) -> Reply:
         deadline = self.now() + int(limit_s * NS)
         while True:
-            reply = pending.poll(TICK_S)
+            reply = pending.poll(self.backend.tick_s)
             if reply is not None:
                 return reply
             self.tick()
@@ -177,7 +177,7 @@ class Calls(Ticks):
         """Send one request and wait for it with ticks. What interrupts closes its socket, then raises."""
         request = self.backend.request(call)
         while True:
-            exchange = request.poll(TICK_S)
+            exchange = request.poll(self.backend.tick_s)
             self._own(request.local_port)
             if exchange is not None:
                 self._learn(exchange)

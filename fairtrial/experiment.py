@@ -39,6 +39,11 @@ class Host(Part):
     """A machine that carries a part of production."""
 
     backend: Literal["local"] = "local"
+    address: str = "127.0.0.1"
+    """Where the control host reaches its part of production; of the serving host it is ``production.address``."""
+    port: Port | None = None
+    """Where its part of production (a rank that serves nobody by itself) listens; of the serving host it is
+    ``production.port``. An arm's rank takes the same place."""
     state: str = Field(default="/var/tmp/fairtrial", pattern=r"^/")
     switch: Literal["process", "none"] = "process"
     gpu: Literal[False] = False
@@ -232,7 +237,7 @@ class Experiment(Part):
     name: Name
     question: str = Field(min_length=1)
     purpose: str = Field(min_length=1)
-    hosts: Annotated[dict[Name, Host], Field(min_length=1, max_length=1)]
+    hosts: Annotated[dict[Name, Host], Field(min_length=1)]
     server: Server
     production: Production
     overlays: dict[Name, Overlay] = {}
@@ -262,6 +267,26 @@ class Experiment(Part):
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
+
+    def serves(self, host: str) -> bool:
+        """Whether production and arms are spoken to on this host; on any other a rank of them runs."""
+        return host == self.production.host
+
+    @property
+    def ranks_first(self) -> tuple[str, ...]:
+        """The hosts in the order in which their parts are started: who serves comes last."""
+        return tuple(sorted(self.hosts, key=self.serves))
+
+    def port(self, host: str, arm: Arm | None = None) -> int:
+        """Where a host's part of an arm listens, or of production."""
+        own = self.hosts[host].port
+        if self.serves(host) or own is None:
+            return arm.port if arm else self.production.port
+        return own
+
+    def ports(self, host: str) -> list[int]:
+        """Every port of a host that production or an arm listens on."""
+        return sorted({self.port(host), *(self.port(host, arm) for arm in self.arms)})
 
     def reps(self, arm: Arm, cell: Cell) -> int:
         """How often this arm runs this cell: the arm's own count where it names one."""
@@ -351,6 +376,19 @@ def _across(parts: Mapping[str, Any]) -> Iterator[Fault]:
 def _across_hosts(hosts: dict[str, Host], production: Production) -> Iterator[Fault]:
     if production.host not in hosts:
         yield Fault(key="production.host", message=f"no such host; known: {', '.join(hosts)}")
+    states: dict[str, str] = {}
+    for name, host in hosts.items():
+        if name == production.host and host.port is not None:
+            yield Fault(key=f"hosts.{name}.port", message="leave it out: this host's port is production.port")
+        if name != production.host and host.port is None and production.host in hosts:
+            yield Fault(
+                key=f"hosts.{name}.port",
+                message="missing: say where its part of production listens (every host carries a part)",
+            )
+        if host.state in states:
+            message = f"is that of {states[host.state]} too: hosts on one machine need a state folder each"
+            yield Fault(key=f"hosts.{name}.state", message=message)
+        states[host.state] = name
 
 
 def _across_arms(arms: tuple[Arm, ...]) -> Iterator[Fault]:

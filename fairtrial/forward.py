@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +24,12 @@ from fairtrial.window import Step
 
 
 def hold(runner: Runner, step: Step) -> dict[str, Any]:
-    """Take the HOLD on every host, renew it from here on, and begin to sample."""
+    """Take the HOLD on every host or on none, renew it from here on, and begin to sample."""
     experiment = runner.experiment
     runner.held_ns = runner.now()
     for host in experiment.hosts:
+        # where an earlier host is held already, that must be given back: a stop, not a refusal
+        untaken = StepFailed if runner.terms else Refused
         opener = runner.open_channel(host, "hold")
         runner.openers[host] = opener
         opener.send(json.dumps({"hold": _hold_record(runner), "lease_s": experiment.waits.lease_s}))
@@ -36,17 +37,17 @@ def hold(runner: Runner, step: Step) -> dict[str, Any]:
         if not answer.get("ok"):
             owner = answer.get("refused") or {}
             if owner:
-                raise Refused(
+                raise untaken(
                     f"{host}: somebody else holds it: window {owner.get('window', '?')} of {owner.get('owner', '?')} "
                     f"for: {owner.get('purpose', '?')}"
                 )
-            raise Refused(f"{host}: the HOLD was not taken: {answer.get('message', 'no reason was given')}")
+            raise untaken(f"{host}: the HOLD was not taken: {answer.get('message', 'no reason was given')}")
+        runner.terms[host] = 0
         runner.view.renewed_ns[host] = runner.now()
         reader = runner.open_channel(host, "read")
         runner.readers[host] = reader
         # The copy in the state folder is compiled: a command starts in half the time.
         runner.installed[host] = f"{experiment.hosts[host].state}/host.pyz"
-    runner.term = 0
     runner.watch()
     deadline = runner.now() + 5 * NS
     while any(host not in runner.view.samples for host in experiment.hosts) and runner.now() < deadline:
@@ -88,17 +89,21 @@ def _first_line(runner: Runner, lines: Callable[[], list[str]], ended: Callable[
 
 
 def snapshot(runner: Runner, step: Step) -> dict[str, Any]:
-    """Read production's identity, and compile from it the restore that brings it back."""
-    experiment = runner.experiment
-    host = experiment.production.host
-    earlier = runner.production
-    assert earlier is not None
-    production = read_production(runner)
+    """Read production's identity on every host, and compile from it the restore that brings it back."""
+    for host in runner.experiment.hosts:
+        _snapshot(runner, host)
+    return {host: {"pid": one.pid, "held_b": one.held_b} for host, one in runner.production.items()}
+
+
+def _snapshot(runner: Runner, host: str) -> None:
+    experiment, earlier = runner.experiment, runner.production[host]
+    production = read_production(runner, host)
     production.sources = earlier.sources
     if (production.pid, production.start) != (earlier.pid, earlier.start):
         raise StepFailed(f"{host}: production restarted since preflight: pid {earlier.pid} is now {production.pid}")
-    runner.production = production
-    runner.view.production = Serving(pid=production.pid, start=production.start, port=experiment.production.port)
+    runner.production[host] = production
+    port = experiment.port(host)
+    runner.view.production[host] = Serving(pid=production.pid, start=production.start, port=port)
     shown = runner.secrets.environ(dict(production.identity.environ))
     record = {
         "host": host,
@@ -114,10 +119,10 @@ def snapshot(runner: Runner, step: Step) -> dict[str, Any]:
         "boot_id": production.boot_id,
         "kernel": production.kernel,
         "sources": production.sources,
-        "reported": reported(runner, None),
+        "reported": reported(runner, None) if experiment.serves(host) else {},
     }
     runner.keep("write", f"snapshot/{host}.json", json.dumps(record, indent=1, sort_keys=True).encode())
-    runner.document = document(
+    runner.documents[host] = document(
         experiment,
         window=runner.window,
         host=host,
@@ -126,7 +131,6 @@ def snapshot(runner: Runner, step: Step) -> dict[str, Any]:
         held_b=production.held_b,
         was=production.tree,
     )
-    return {"pid": production.pid, "held_b": production.held_b}
 
 
 def switch(runner: Runner, step: Step) -> dict[str, Any]:
@@ -135,16 +139,15 @@ def switch(runner: Runner, step: Step) -> dict[str, Any]:
     for host, declared in runner.experiment.hosts.items():
         if declared.switch == "none":
             continue
-        assert runner.document is not None
-        nonce = os.urandom(8).hex()
+        nonce = runner.control.random(8).hex()
         verbs: list[dict[str, Any]] = [
-            {"verb": "install", "restore": runner.document},
+            {"verb": "install", "restore": runner.documents[host]},
             {"verb": "ask", "nonce": nonce},
             {"verb": "arm"},
         ]
         rows = runner.play(host, verbs, limit_s=30)
         answered = next((row for row in rows if row.get("verb") == "ask"), {})
-        told = sha256(host_canonical(runner.document))
+        told = sha256(host_canonical(runner.documents[host]))
         if answered.get("nonce") != nonce or answered.get("restore_sha256") != told:
             raise StepFailed(
                 f"{host}: the dead-man's switch did not answer with our nonce and the restore it was given: production "
@@ -167,11 +170,12 @@ def wait_idle(runner: Runner, step: Step) -> dict[str, Any]:
     waits = runner.experiment.waits
     base = runner.endpoint(None)
     began = quiet_since = runner.now()
-    unseen = False
+    unseen, unread = False, 0
     while True:
         found = read_counters(runner, base)
         now = runner.now()
         if found is None or found.running is None:
+            unread += 1
             # Counters that cannot be read now are unknown, not idle; a server that has none is never idle to us.
             unseen = runner.experiment.server.metrics is None
             quiet_since = quiet_since if unseen else now
@@ -184,7 +188,8 @@ def wait_idle(runner: Runner, step: Step) -> dict[str, Any]:
         runner.pause(min(0.25, waits.idle_s / 4))
     runner.view.counts_demand, runner.view.demand_ns = not unseen, runner.now()
     runner.enter("idle")
-    return {"demand": "unproved: production counts no requests" if unseen else "none"}
+    observed = {"demand": "unproved: production counts no requests" if unseen else "none"}
+    return observed | ({"unread": unread} if unread and not unseen else {})
 
 
 def reference(runner: Runner, step: Step) -> dict[str, Any]:
@@ -207,8 +212,12 @@ def reference(runner: Runner, step: Step) -> dict[str, Any]:
 
 
 def stage(runner: Runner, step: Step) -> dict[str, Any]:
-    """Copy overlay trees to the host where absent; one that is there and differs stops, and is never overwritten."""
-    host = runner.experiment.production.host
+    """Copy overlay trees to every host where absent; one that is there and differs stops, and is never overwritten."""
+    staged = {host: _stage(runner, host) for host in runner.experiment.hosts}
+    return {"staged": staged}
+
+
+def _stage(runner: Runner, host: str) -> dict[str, int]:
     staged: dict[str, int] = {}
     used = {arm.overlay for arm in runner.experiment.arms if arm.overlay}
     for name in sorted(used):
@@ -217,7 +226,7 @@ def stage(runner: Runner, step: Step) -> dict[str, Any]:
             path = f"{overlay.generated}/{name}/{file.target}"
             found = runner.fetch(host, path)
             if found is None:
-                runner.put(host, path, (runner.base / file.source).read_bytes())
+                runner.put(host, path, runner.control.read(runner.base / file.source))
                 staged[name] = staged.get(name, 0) + 1
                 found = runner.fetch(host, path) or b""
             if sha256(found) != file.sha256:
@@ -225,7 +234,7 @@ def stage(runner: Runner, step: Step) -> dict[str, Any]:
                     f"{host}: {path} is there and differs from the pinned {file.sha256[:12]}: it is never overwritten; "
                     "move that tree away, or declare another overlays.*.generated"
                 )
-    return {"staged": staged}
+    return staged
 
 
 def reading(runner: Runner, step: Step) -> dict[str, Any]:

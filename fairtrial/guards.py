@@ -48,7 +48,8 @@ class View:
     the number of the first sample of every host that was surely read in it.
     ``samples`` are the readers' last lines by host, ``sampled_ns`` when each arrived. ``renewed_ns`` is when the
     last renewal of each host's lease was seen written. ``demand`` is the server's own count of requests running
-    and waiting beyond ours, ``counts_demand`` whether it gives one at all.
+    and waiting beyond ours, ``counts_demand`` whether it gives one at all. ``production`` and ``arm`` hold what runs of
+    them, by host.
     """
 
     now_ns: int = 0
@@ -59,8 +60,8 @@ class View:
     lost: dict[str, str] = field(default_factory=dict)
     stop_file: str | None = None
     own_ports: set[int] = field(default_factory=set)
-    production: Serving | None = None
-    arm: Serving | None = None
+    production: dict[str, Serving] = field(default_factory=dict)
+    arm: dict[str, Serving] = field(default_factory=dict)
     swap_at_ready_b: dict[str, int] = field(default_factory=dict)
     demand: int | None = None
     demand_ns: int = 0
@@ -136,21 +137,21 @@ def _strangers(view: View, host: str, serving: Serving | None, what: str) -> str
 
 
 def _demand_arm(view: View, host: str, experiment: Experiment) -> str | None:
-    if view.arm is None:
-        return None
-    reason = _strangers(view, host, view.arm, "the arm's")
-    if reason:
+    serving = view.arm.get(host)
+    reason = _strangers(view, host, serving, "the arm's")
+    if reason or serving is None or not experiment.serves(host):
+        # what talks to a rank is the arm itself
         return reason
-    for peer in _port(view, host, view.arm.port)["peers"]:
+    for peer in _port(view, host, serving.port)["peers"]:
         if peer["remote_port"] not in view.own_ports:
             who = f" (pid {peer['pid']})" if peer.get("pid") else ""
-            return f"{peer['remote']}:{peer['remote_port']} talks to the arm's port {view.arm.port} on {host}{who}"
+            return f"{peer['remote']}:{peer['remote_port']} talks to the arm's port {serving.port} on {host}{who}"
     return None
 
 
 def _demand_production(view: View, host: str, experiment: Experiment) -> str | None:
-    reason = _strangers(view, host, view.production, "production's")
-    if reason:
+    reason = _strangers(view, host, view.production.get(host), "production's")
+    if reason or not experiment.serves(host):
         return reason
     age_s = (view.now_ns - view.demand_ns) / NS
     if view.counts_demand and age_s > DEMAND_STALE_S:
@@ -162,9 +163,9 @@ def _demand_production(view: View, host: str, experiment: Experiment) -> str | N
 
 
 def _alone(view: View, host: str, experiment: Experiment) -> str | None:
-    port = experiment.production.port
+    port = experiment.port(host)
     listeners = _port(view, host, port)["listeners"]
-    arm = view.arm.pid if view.arm else None
+    arm = view.arm[host].pid if host in view.arm else None
     for listener in listeners:
         if arm is None or arm not in (listener["pid"], listener["pgid"], listener["sid"]):
             return (
@@ -175,11 +176,12 @@ def _alone(view: View, host: str, experiment: Experiment) -> str | None:
 
 
 def _server(view: View, host: str, experiment: Experiment) -> str | None:
-    if view.arm is None:
+    serving = view.arm.get(host)
+    if serving is None:
         return None
-    process = view.samples[host]["processes"][str(view.arm.pid)]
+    process = view.samples[host]["processes"][str(serving.pid)]
     if not (process["alive"] and process["start_ok"]):
-        return f"the arm's process {view.arm.pid} on {host} is gone"
+        return f"the arm's process {serving.pid} on {host} is gone"
     return None
 
 
@@ -311,6 +313,6 @@ def headroom(view: View, experiment: Experiment) -> str:
     shown = [
         f"{host} {sample['memory']['available_b'] / GIB:.1f} GiB free (>= {experiment.guards.memory_min_gib:g})"
         for host, sample in view.samples.items()
-        if "memory" in sample
+        if isinstance((sample.get("memory") or {}).get("available_b"), int)
     ]
     return ", ".join(shown)

@@ -162,11 +162,11 @@ def mounts(experiment: Experiment, arm: Arm, window: str) -> dict[str, str]:
     return {file.target: f"{overlay.generated}/{arm.overlay}/{file.target}" for file in overlay.files}
 
 
-def expected(production: Identity, experiment: Experiment, arm: Arm, window: str) -> Identity:
-    """Production's snapshot plus this arm's declared differences and the window's mark."""
+def expected(production: Identity, experiment: Experiment, arm: Arm, window: str, host: str) -> Identity:
+    """The snapshot of a host's part of production plus this arm's declared differences and the window's mark."""
     argv = production.argv
-    if arm.port != experiment.production.port:
-        argv = change(argv, experiment.server.port_argument, str(arm.port))
+    if experiment.port(host, arm) != experiment.port(host):
+        argv = change(argv, experiment.server.port_argument, str(experiment.port(host, arm)))
     for name, value in arm.arguments.items():
         argv = change(argv, name, value)
     for target, source in mounts(experiment, arm, window).items():
@@ -216,9 +216,11 @@ def _pair(limit: tuple[int, int] | None) -> str | None:
     return None if limit is None else f"{limit[0]}:{limit[1]}"
 
 
-def undeclared(production: Identity, observed: Identity, experiment: Experiment, arm: Arm, window: str) -> str:
+def undeclared(
+    production: Identity, observed: Identity, experiment: Experiment, arm: Arm, window: str, host: str
+) -> str:
     """Say in one line how an arm is not what was declared; empty: it is. Names only, never values."""
-    found = differences(expected(production, experiment, arm, window), observed)
+    found = differences(expected(production, experiment, arm, window, host), observed)
     return "; ".join(
         f"{item.what} {item.name} "
         + ("is missing" if item.observed is None else "is undeclared" if item.expected is None else "differs")

@@ -55,7 +55,8 @@ def command_lines(experiment: Experiment, step: Step) -> list[str]:
             elif mode == "put":
                 lines += [f"{host}$ write {path}" for path in _staged(experiment)]
             elif mode == "site.close":
-                lines += [f"{host}$ {' '.join(argv)}" for argv in experiment.site.close]
+                close = experiment.site.close if experiment.serves(host) else ()
+                lines += [f"{host}$ {' '.join(argv)}" for argv in close]
             else:
                 lines.append(f"{program} {mode} {common}")
     return lines

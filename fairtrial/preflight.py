@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,28 +32,29 @@ def preflight(runner: Runner, step: Step) -> dict[str, Any]:
     """Ask everything a window needs, and change nothing. Raises ``Refused`` with what is missing."""
     experiment = runner.experiment
     for path in runner.stop_files:
-        if path.exists():
+        if runner.control.exists(path):
             raise Refused(f"a STOP file lies there before the window: {path}: remove it first")
-    free_b = shutil.disk_usage(runner.out).free
+    free_b = runner.control.free_b(runner.out)
     if free_b < MIN_FREE_B:
         raise Refused(f"{runner.out}: {free_b >> 20} MiB are free, {MIN_FREE_B >> 20} are needed for the evidence")
     _overlay_sources(runner)
     if experiment.checks is not None and experiment.checks.greedy.file is not None:
         greedy_texts(runner)
-    host = experiment.production.host
-    found = look_at(runner, host)
-    _ask_host(runner, host, found)
-    runner.production = read_production(runner)
-    _contexts(runner)
-    _sources_of_production(runner)
-    runner.view.now_ns = runner.now()
-    available_b = int(found["memory"]["available_b"])
     floor_b = int(max(experiment.guards.memory_floor_gib, experiment.guards.memory_min_gib) * GIB)
-    if available_b < floor_b:
-        raise Refused(
-            f"{host}: MemAvailable is {available_b / GIB:.2f} GiB while production runs; a window needs "
-            f"{floor_b / GIB:g} GiB (guards.memory_floor_gib, guards.memory_min_gib)"
-        )
+    for host in experiment.hosts:
+        found = look_at(runner, host)
+        _ask_host(runner, host, found)
+        runner.production[host] = read_production(runner, host)
+        available_b = int(found["memory"]["available_b"])
+        if available_b < floor_b:
+            raise Refused(
+                f"{host}: MemAvailable is {available_b / GIB:.2f} GiB while production runs; a window needs "
+                f"{floor_b / GIB:g} GiB (guards.memory_floor_gib, guards.memory_min_gib)"
+            )
+    _contexts(runner)
+    for host in experiment.hosts:
+        _sources_of_production(runner, host)
+    runner.view.now_ns = runner.now()
     base = runner.endpoint(None)
     ready = runner.get(base, experiment.server.ready)
     if ready.status != 200:
@@ -102,7 +102,7 @@ def _overlay_sources(runner: Runner) -> None:
         for file in overlay.files:
             path = runner.base / file.source
             try:
-                found = sha256(path.read_bytes())
+                found = sha256(runner.control.read(path))
             except OSError as error:
                 raise Refused(f"overlays.{name}: {path}: {error.strerror}") from None
             if found != file.sha256:
@@ -138,29 +138,31 @@ def _ask_host(runner: Runner, host: str, found: Mapping[str, Any]) -> None:
     skew_s = abs(float(found["host"]["time_s"]) - runner.backend.utc())
     if skew_s > CLOCK_SKEW_S:
         raise Refused(f"{host}: its clock is {skew_s:.1f} s from ours, over {CLOCK_SKEW_S:g} s")
-    production = experiment.production
-    listeners = found["ports"][str(production.port)]["listeners"]
-    if not listeners:
+    own = experiment.port(host)
+    key = "production.port" if experiment.serves(host) else f"hosts.{host}.port"
+    if not found["ports"][str(own)]["listeners"]:
         raise Refused(
-            f"{host}: production is down: nothing listens on port {production.port}: start it, or correct "
-            "production.port; a window starts from a production that serves"
+            f"{host}: production is down: nothing listens on port {own}: start it, or correct "
+            f"{key}; a window starts from a production that serves"
         )
     for arm in experiment.arms:
-        if arm.port == production.port:
+        port = experiment.port(host, arm)
+        if port == own:
             continue
-        for process in found["ports"][str(arm.port)]["listeners"]:
+        for process in found["ports"][str(port)]["listeners"]:
             name = " ".join(runner.secrets.argv(process["argv"])[:3])[:120]
             raise Refused(
-                f"{host}: arm {arm.name}'s port {arm.port} is in use by pid {process['pid']} "
+                f"{host}: arm {arm.name}'s port {port} is in use by pid {process['pid']} "
                 f"({name}): end it, or give the arm another port"
             )
 
 
-def read_production(runner: Runner) -> Production:
-    """Read production's process from its host. Raises ``Refused`` when it cannot be started again from what is seen."""
+def read_production(runner: Runner, host: str) -> Production:
+    """Read a host's part of production. Raises ``Refused`` when it cannot be started again from what is seen."""
     experiment = runner.experiment
-    host, port = experiment.production.host, experiment.production.port
-    found = runner.call(host, "inspect", {"port": port, "log": experiment.production.log})[-1]
+    port = experiment.port(host)
+    log = experiment.production.log if experiment.serves(host) else None
+    found = runner.call(host, "inspect", {"port": port, "log": log})[-1]
     identity = observed(found)
     if found["pgid"] != found["pid"]:
         raise Refused(
@@ -192,11 +194,11 @@ def _contexts(runner: Runner) -> None:
     """Each arm's context, from its arguments, must hold the protocol's longest request."""
     experiment = runner.experiment
     argument = experiment.server.context_argument
-    assert runner.production is not None
     if argument is None:
         return
+    host = experiment.production.host
     for arm in experiment.arms:
-        wanted = expected(runner.production.identity, experiment, arm, runner.window)
+        wanted = expected(runner.production[host].identity, experiment, arm, runner.window, host)
         value = option(wanted.argv, argument)
         if value is None or not value.isdecimal():
             continue
@@ -213,42 +215,41 @@ def _contexts(runner: Runner) -> None:
                 )
 
 
-def _sources_of_production(runner: Runner) -> None:
-    assert runner.production is not None
+def _sources_of_production(runner: Runner, host: str) -> None:
     try:
-        loaded = sources(runner, None)
+        loaded = sources(runner, None, host)
     except StepFailed as error:
         raise Refused(str(error)) from None
-    runner.production.sources = loaded
+    runner.production[host].sources = loaded
     for name, overlay in runner.experiment.overlays.items():
         for file in overlay.files:
             base = loaded.get(file.target)
             if runner.experiment.server.sources is not None and base != file.base_sha256:
                 raise Refused(
-                    f"overlays.{name}: {file.target} was built from {file.base_sha256 or 'no base'}, production runs "
-                    f"{base or 'none'}: build the overlay anew from production's file"
+                    f"{host}: overlays.{name}: {file.target} was built from {file.base_sha256 or 'no base'}, "
+                    f"production runs {base or 'none'}: build the overlay anew from production's file"
                 )
 
 
 def look_at(runner: Runner, host: str) -> dict[str, Any]:
     experiment = runner.experiment
-    ports = sorted({experiment.production.port, *(arm.port for arm in experiment.arms)})
-    return runner.call(host, "look", {"ports": ports})[-1]
+    return runner.call(host, "look", {"ports": experiment.ports(host)})[-1]
 
 
-def sources(runner: Runner, arm: Arm | None) -> dict[str, str]:
-    """The source files a server says it loaded: target -> SHA-256. Raises ``StepFailed``."""
+def sources(runner: Runner, arm: Arm | None, host: str) -> dict[str, str]:
+    """The source files that a host's rank says it loaded: target -> SHA-256. Raises ``StepFailed``."""
     path = runner.experiment.server.sources
     if path is None:
         return {}
-    base = runner.endpoint(arm)
+    base = runner.endpoint(arm, host)
     exchange = runner.get(base, path)
     try:
-        found = json.loads(exchange.body)["sources"]
+        found = json.loads(exchange.body if exchange.fault is None else b"")["sources"]
         return {str(target): str(digest) for target, digest in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         where = f"http://{base.host}:{base.port}{path}"
-        raise StepFailed(f"{where} does not say which sources it loaded (status {exchange.status})") from None
+        why = exchange.fault or "none in the answer"
+        raise StepFailed(f"{where} does not say which sources it loaded ({why})") from None
 
 
 def reported(runner: Runner, arm: Arm | None) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def reported(runner: Runner, arm: Arm | None) -> dict[str, Any]:
     base = runner.endpoint(arm)
     for path in runner.experiment.server.reported:
         exchange = runner.get(base, path)
-        if exchange.status != 200 or len(exchange.body) > REPORTED_LIMIT_B:
+        if exchange.fault is not None or len(exchange.body) > REPORTED_LIMIT_B:
             found[path] = {"status": exchange.status}
             continue
         try:

@@ -65,12 +65,14 @@ def document(
     held_b: int = 0,
     was: Sequence[tuple[int, int]] = (),
 ) -> Mapping[str, Any]:
-    """Compile the restore of one host.
+    """Compile the restore of one host: of its own part of production, and no other.
 
     ``was``: the processes that served before, pid and start time: what a broken stop left of them is ended first.
     ``production`` None (nothing is known but that it serves): prove readiness and one generation only.
     """
-    serving: dict[str, Any] = {"host": experiment.production.address, "port": experiment.production.port}
+    serves = experiment.serves(host)
+    address = experiment.production.address if serves else experiment.hosts[host].address
+    serving: dict[str, Any] = {"host": address, "port": experiment.port(host)}
     if production is not None:
         serving |= {
             "argv": list(production.argv),
@@ -99,8 +101,8 @@ def document(
     prove = {
         "verb": "prove",
         **serving,
-        "ready": experiment.server.ready,
-        "generation": generation(experiment),
+        "ready": experiment.server.ready if serves else None,
+        "generation": generation(experiment) if serves else None,
         "settle_s": experiment.waits.settle_s,
         "limit_s": experiment.production.start_limit_s,
     }

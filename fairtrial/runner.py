@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from fairtrial.decide import Complete, Do, Finish, Outcome, decide
 from fairtrial.errors import FairtrialError, Refused, Superseded
 from fairtrial.guards import NS, headroom
 from fairtrial.identity import Identity
-from fairtrial.ticks import HoldLost, Interrupted
+from fairtrial.ticks import HoldLost, Interrupted, place
 from fairtrial.window import Step
 
 Act = Callable[["Runner", Step], dict[str, Any] | None]
@@ -22,7 +21,7 @@ Act = Callable[["Runner", Step], dict[str, Any] | None]
 
 @dataclass(slots=True, kw_only=True)
 class Production:
-    """What is known of production on its host."""
+    """What is known of production's part on one host."""
 
     identity: Identity
     pid: int
@@ -50,8 +49,9 @@ class Runner(Calls):
     def __init__(self, *, acts: Mapping[str, Act], **actor: Any) -> None:
         super().__init__(**actor)
         self.acts = acts
-        self.production: Production | None = None
-        self.document: Mapping[str, Any] | None = None
+        self.production: dict[str, Production] = {}
+        self.documents: dict[str, Mapping[str, Any]] = {}
+        self.given_back: set[str] = set()
         self.prompts = Prompts()
         self.reference: list[dict[str, Any]] | None = None
         self.refused: Refused | None = None
@@ -60,7 +60,7 @@ class Runner(Calls):
 
     def run(self) -> int:
         """Run to the end and return the exit status: 0, 2 (as ``Refused``), 3 or 4."""
-        with self.heeding_signals():
+        with self.control.heeding(self.signals.append):
             try:
                 while True:
                     match decide(self.steps, self.state):
@@ -108,7 +108,7 @@ class Runner(Calls):
             outcome, stop = Outcome.UNKNOWN, ("failed", self._unwritten(error))
         except Exception as error:
             # A fault of ours must restore like any other; its message may hold a body, its place cannot.
-            outcome, stop = Outcome.UNKNOWN, ("internal error", _place(error))
+            outcome, stop = Outcome.UNKNOWN, ("internal error", place(error))
         seconds = (self.backend.monotonic_ns() - began_ns) / NS
         ended: dict[str, Any] = {"step": step.name, "outcome": outcome, "seconds": round(seconds, 3)}
         ended |= {"observed": observed or {}}
@@ -119,7 +119,11 @@ class Runner(Calls):
         except OSError as error:
             stop = stop or ("failed", self._unwritten(error))
             self.record("end", lenient=True, **{**ended, "reason": stop[1]})
-        self.progress.end(step, outcome, seconds, headroom(self.view, self.experiment))
+        try:
+            self.progress.end(step, outcome, seconds, headroom(self.view, self.experiment))
+        except Exception as error:
+            # What cannot be shown to a person stops nothing, a restore least.
+            self.progress.say(f"  ! {step.name}: not shown: {place(error)}")
         if stop:
             self._stop(step, *stop)
 
@@ -157,13 +161,3 @@ class Runner(Calls):
         name = "snapshot/reference.jsonl"
         if self.reference is None and self.store.exists(name):
             self.reference = [json.loads(line) for line in self.store.read(name).splitlines()]
-
-
-def _place(error: Exception) -> str:
-    """Where an internal error came from: its type and the frames, without its message."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}")
-        trace = trace.tb_next
-    return f"{type(error).__name__} at " + " > ".join(frames[-6:])

@@ -7,19 +7,18 @@ is only written down.
 from __future__ import annotations
 
 import json
-import signal
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from fairtrial import telemetry
 from fairtrial.backends import Backend, Channel
 from fairtrial.client import Call, Endpoint, Exchange, counters
+from fairtrial.control import Control
 from fairtrial.decide import State, Status, fold
-from fairtrial.errors import EvidenceError, StepFailed
+from fairtrial.errors import EvidenceError, FairtrialError, StepFailed
 from fairtrial.evidence import Commands
 from fairtrial.experiment import Arm, Experiment
 from fairtrial.guards import NS, View, evaluate
@@ -28,9 +27,6 @@ from fairtrial.progress import Progress
 from fairtrial.secrets import Screen, Secrets
 from fairtrial.store import Store
 from fairtrial.window import Bounds, Step, bounds, steps
-
-TICK_S = 0.05
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
@@ -54,8 +50,9 @@ class HoldLost(Exception):
 class Ticks:
     """An actor of a window, and what it does while anything waits.
 
-    ``term`` is its term on the hosts; None: it has none yet. ``view`` is what the guards look at, ``openers`` renew
-    the lease, ``readers`` sample the hosts. A stop that is found while a command is under way is kept until its end.
+    ``terms`` are its terms by host; on a host that is not there it holds nothing. ``view`` is what the guards look at,
+    ``openers`` renew the lease, ``readers`` sample the hosts. A stop that is found while a command is under way is kept
+    until its end.
     """
 
     def __init__(
@@ -64,6 +61,7 @@ class Ticks:
         experiment: Experiment,
         window: str,
         out: Path,
+        control: Control,
         backend: Backend,
         store: Store,
         ledger: Ledger,
@@ -77,6 +75,7 @@ class Ticks:
         self.window = window
         self.out = out
         self.base = base
+        self.control = control
         self.backend = backend
         self.store = store
         self.ledger = ledger
@@ -90,7 +89,7 @@ class Ticks:
         self.state = State()
         self.view = View()
         self.step: Step = self.steps[0]
-        self.term: int | None = None
+        self.terms: dict[str, int] = {}
         self.actor: dict[str, Any] = {}
         self.openers: dict[str, Channel] = {}
         self.readers: dict[str, Channel] = {}
@@ -135,11 +134,18 @@ class Ticks:
         """Look at everything once. Raises ``Interrupted`` unless a command is under way or a restore runs."""
         self._stay_owner()
         self.view.now_ns = self.now()
-        self._drain()
-        self._renew()
-        self._look_for_stop_file()
-        self._poll_demand()
-        for kind, reason in self._causes():
+        try:
+            self._drain()
+            self._renew()
+            self._look_for_stop_file()
+            self._poll_demand()
+            causes = self._causes()
+        except (FairtrialError, OSError):
+            raise
+        except Exception as error:
+            # Raised here it would leave a command alone that is under way, and changes a host.
+            causes = [("internal error", place(error))]
+        for kind, reason in causes:
             if self.state.status is Status.RELEASED:
                 # the evidence is closed, or about to be
                 self.progress.say(f"  ! {kind}: {reason}: the release goes on")
@@ -178,38 +184,25 @@ class Ticks:
             )
         return causes
 
-    @contextmanager
-    def heeding_signals(self) -> Iterator[None]:
-        """Let a signal be one more cause that the next tick finds, instead of the end of this process."""
-        previous = {number: signal.signal(number, self._signalled) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(signal.Signals(number).name)
-
     def pause(self, seconds: float) -> None:
         """Wait, with ticks."""
         until = self.now() + int(seconds * NS)
         while (left := until - self.now()) > 0:
-            self.backend.sleep(min(TICK_S, left / NS))
+            self.backend.sleep(min(self.backend.tick_s, left / NS))
             self.tick()
 
     def _stay_owner(self) -> None:
         """After a stall (a stopped process, a machine asleep) ask first who owns the HOLD, before anything else."""
         now = self.now()
         stalled_s, self._awake_ns = (now - self._awake_ns) / NS, now
-        if stalled_s < max(1.0, self.experiment.waits.lease_s / 2) or self.term is None:
+        if stalled_s < max(1.0, self.experiment.waits.lease_s / 2) or not self.terms:
             return
         for host, opener in self.openers.items():
             opener.send("renew")
             self._sent_ns.setdefault(host, []).append(now)
             deadline = now + 3 * NS
             while self._sent_ns[host] and self.now() < deadline and host not in self.view.lost:
-                self.backend.sleep(TICK_S)
+                self.backend.sleep(self.backend.tick_s)
                 self._drain_opener(host, opener)
             if host in self.view.lost and self._interrupt is None:
                 self._interrupt = Interrupted("hold lost", f"{host}: {self.view.lost[host]}")
@@ -241,7 +234,10 @@ class Ticks:
     def _sampled(self, host: str, sample: Mapping[str, Any]) -> None:
         self.view.samples[host] = sample
         self.view.sampled_ns[host] = self.now()
-        available_b = int(sample["memory"]["available_b"])
+        available_b = (sample["memory"] or {}).get("available_b")
+        if not isinstance(available_b, int):
+            # the guards say so, at this very tick
+            return
         try:
             self._keep_sample(host, sample, available_b)
         except StepFailed as error:
@@ -274,7 +270,7 @@ class Ticks:
 
     def _renew(self) -> None:
         now = self.now()
-        if self.term is None or now < self._renew_due_ns:
+        if not self.terms or now < self._renew_due_ns:
             return
         self._renew_due_ns = now + int(self.experiment.waits.lease_s / 4 * NS)
         for host, opener in self.openers.items():
@@ -287,7 +283,7 @@ class Ticks:
         if now < self._stop_file_due_ns:
             return
         self._stop_file_due_ns = now + int(0.5 * NS)
-        self.view.stop_file = next((str(path) for path in self.stop_files if path.exists()), None)
+        self.view.stop_file = next((str(path) for path in self.stop_files if self.control.exists(path)), None)
 
     def _poll_demand(self) -> None:
         """Ask production's own counters, once a second, whether it serves anybody but us."""
@@ -312,7 +308,7 @@ class Ticks:
         """Keep what production's counters said of requests beyond ours."""
         view = self.view
         try:
-            found = counters(exchange.body.decode(errors="replace")) if exchange.status == 200 else None
+            found = counters(exchange.body.decode(errors="replace")) if exchange.fault is None else None
         except EvidenceError:
             found = None
         if found is None or found.running is None:
@@ -325,15 +321,18 @@ class Ticks:
         if port is not None:
             self.view.own_ports.add(port)
 
-    def endpoint(self, arm: Arm | None) -> Endpoint:
+    def endpoint(self, arm: Arm | None, host: str | None = None) -> Endpoint:
+        """Where production (None) or an arm is spoken to; ``host``: that host's rank of it."""
         production = self.experiment.production
-        return Endpoint(host=production.address, port=arm.port if arm else production.port)
+        host = host or production.host
+        address = production.address if self.experiment.serves(host) else self.experiment.hosts[host].address
+        return Endpoint(host=address, port=self.experiment.port(host, arm))
 
     def arguments(self, host: str, mode: str) -> list[str]:
         """The host program's arguments: mode, state folder, window, and this actor's term."""
         state = self.experiment.hosts[host].state
         words = [mode, "--state", state, "--window", self.window]
-        return [*words, "--term", str(self.term or 0)] if mode in ("play", "renew") else words
+        return [*words, "--term", str(self.terms.get(host, 0))] if mode in ("play", "renew") else words
 
     def keep_lease(self, host: str) -> None:
         """Renew the lease of a term that was taken, by a program of its own on the host."""
@@ -353,20 +352,30 @@ class Ticks:
 
     def watch(self) -> None:
         """Tell every reader what to watch now."""
-        view = self.view
-        ports = {self.experiment.production.port, *(arm.port for arm in self.experiment.arms)}
-        processes = {str(view.arm.pid): [view.arm.pid, view.arm.start]} if view.arm else {}
-        line = json.dumps(
-            {"watch": {"ports": sorted(ports), "processes": processes, "cadence_s": self.experiment.guards.cadence_s}}
-        )
-        for reader in self.readers.values():
-            reader.send(line)
+        for host, reader in self.readers.items():
+            arm = self.view.arm.get(host)
+            watch = {
+                "ports": self.experiment.ports(host),
+                "processes": {str(arm.pid): [arm.pid, arm.start]} if arm else {},
+                "cadence_s": self.experiment.guards.cadence_s,
+            }
+            reader.send(json.dumps({"watch": watch}))
 
     def _close_channels(self) -> None:
         for channel in [*self.readers.values(), *self.openers.values()]:
             channel.close()
         self.readers.clear()
         self.openers.clear()
+
+
+def place(error: Exception) -> str:
+    """Where an internal error came from: its type and the frames, without its message."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    return f"{type(error).__name__} at " + " > ".join(frames[-6:])
 
 
 def json_line(line: str) -> dict[str, Any] | None:

@@ -25,50 +25,61 @@ Act = Callable[[Runner, Step], dict[str, Any]]
 
 
 def acquire(runner: Runner, *, now: bool = False) -> None:
-    """Become the actor of this window on every host, by the next term. Waits for one that is restoring.
+    """Become the actor of this window on every host that it holds, by the next term. Waits for one that is restoring.
 
-    Raises ``StepFailed`` when the term is live and stays so.
+    Raises ``StepFailed`` when a term is live and stays so, ``Superseded`` when another gave the hosts back.
     """
     # the program's copy on the host goes with the HOLD
     runner.installed.clear()
     for host in runner.experiment.hosts:
-        patience_ns = runner.now() + int((runner.experiment.waits.lease_s + longest_restore_s(runner)) * NS)
-        while True:
-            looked = look_at(runner, host)
-            state = looked["state"]
-            newest = state.get("newest")
-            opening = any(one["mode"] == "hold" and one["window"] == runner.window for one in looked["steps"])
-            if newest is None or (state.get("hold") or {}).get("window") != runner.window:
-                last = state.get("last") or {}
-                if last.get("window") == runner.window and last.get("state") == "released" and newest is None:
-                    raise Superseded(f"{host}: another actor restored this window and released it")
-                if newest is not None and runner.term is not None:
-                    raise Superseded(f"{host}: it was given back, and another window holds it now")
-                if runner.term is not None:
-                    raise StepFailed(
-                        f"{host}: the HOLD's files are gone from {runner.experiment.hosts[host].state}, and nobody "
-                        "gave it back: look at what serves and what runs there, then restart production by hand"
-                    )
-                if newest is None and opening and runner.now() < patience_ns:
-                    # a killed runner's opener may be about to make the HOLD
-                    runner.pause(0.1)
-                    continue
-                return
-            term = int(newest["term"])
-            payload = {"verbs": [{"verb": "take", "from": term, "actor": runner.actor, "now": now}]}
-            rows = _take(runner, host, payload)
-            if rows.get("ok"):
-                runner.term = int(rows["term"])
+        _acquire(runner, host, now=now)
+    if runner.given_back and not runner.terms:
+        hosts = ", ".join(sorted(runner.given_back))
+        raise Superseded(f"{hosts}: another actor restored this window and released it")
+
+
+def _acquire(runner: Runner, host: str, *, now: bool) -> None:
+    """Take the next term on one host. One that was given back as proved is left as it is, and one that is not held."""
+    patience_ns = runner.now() + int((runner.experiment.waits.lease_s + longest_restore_s(runner)) * NS)
+    while True:
+        looked = look_at(runner, host)
+        state = looked["state"]
+        newest = state.get("newest")
+        opening = any(one["mode"] == "hold" and one["window"] == runner.window for one in looked["steps"])
+        if newest is None or (state.get("hold") or {}).get("window") != runner.window:
+            last = state.get("last") or {}
+            if last.get("window") == runner.window and last.get("state") == "released" and newest is None:
+                runner.terms.pop(host, None)
                 runner.view.lost.pop(host, None)
-                runner.keep_lease(host)
-                break
-            if runner.now() > patience_ns:
-                other = (rows.get("live") or {}).get("actor") or {}
+                runner.given_back.add(host)
+                return
+            if newest is not None and host in runner.terms:
+                raise Superseded(f"{host}: it was given back, and another window holds it now")
+            if host in runner.terms:
                 raise StepFailed(
-                    f"{host}: another actor restores this window ({other.get('kind', '?')} "
-                    f"pid {other.get('pid', '?')}), and its lease lives: wait for it, or take over with --now"
+                    f"{host}: the HOLD's files are gone from {runner.experiment.hosts[host].state}, and nobody "
+                    "gave it back: look at what serves and what runs there, then restart production by hand"
                 )
-            runner.pause(0.25)
+            if newest is None and opening and runner.now() < patience_ns:
+                # a killed runner's opener may be about to make the HOLD
+                runner.pause(0.1)
+                continue
+            return
+        term = int(newest["term"])
+        payload = {"verbs": [{"verb": "take", "from": term, "actor": runner.actor, "now": now}]}
+        rows = _take(runner, host, payload)
+        if rows.get("ok"):
+            runner.terms[host] = int(rows["term"])
+            runner.view.lost.pop(host, None)
+            runner.keep_lease(host)
+            return
+        if runner.now() > patience_ns:
+            other = (rows.get("live") or {}).get("actor") or {}
+            raise StepFailed(
+                f"{host}: another actor restores this window ({other.get('kind', '?')} "
+                f"pid {other.get('pid', '?')}), and its lease lives: wait for it, or take over with --now"
+            )
+        runner.pause(0.25)
 
 
 def _take(runner: Runner, host: str, payload: dict[str, Any]) -> dict[str, Any]:
@@ -87,25 +98,23 @@ def longest_restore_s(runner: Runner) -> float:
 
 def look_at(runner: Runner, host: str) -> dict[str, Any]:
     """Read a host's state, whatever step it is: reading needs no right."""
-    reply = runner._send(host, "look", {"ports": [runner.experiment.production.port]}, 30)
+    reply = runner._send(host, "look", {"ports": [runner.experiment.port(host)]}, 30)
     return runner._checked(host, "look", reply)[-1]
 
 
-def _verbs(runner: Runner, name: str) -> list[dict[str, Any]] | None:
-    """The compiled verbs of an undo step; None: the host's own ``restore.json`` has them."""
-    if runner.document is None:
-        return None
-    verbs: list[dict[str, Any]] = runner.document["steps"][name]
-    return verbs
+def _play(runner: Runner, step: Step, limit_s: float) -> dict[str, dict[str, Any]]:
+    """Play an undo step on every host, and return its first verb's row by host. Whoever serves comes last.
 
-
-def _play(runner: Runner, step: Step, limit_s: float) -> list[dict[str, Any]]:
-    """Play an undo step on every host."""
-    rows: list[dict[str, Any]] = []
-    for host in runner.experiment.hosts:
-        verbs = _verbs(runner, step.name)
-        payload = {"step": step.name} if verbs is None else {"verbs": verbs}
-        rows += runner.call(host, "play", payload, limit_s=limit_s)
+    The verbs are those compiled; where there are none the host's own ``restore.json`` has them. A host that was given
+    back as proved is only proved again.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for host in runner.experiment.ranks_first:
+        if host in runner.given_back and step.name != "restore.prove":
+            continue
+        document = runner.documents.get(host)
+        payload = {"step": step.name} if document is None else {"verbs": document["steps"][step.name]}
+        rows[host] = runner.call(host, "play", payload, limit_s=limit_s)[0]
     return rows
 
 
@@ -131,36 +140,38 @@ def _as_owner(act: Act) -> Act:
 
 
 def end(runner: Runner, step: Step) -> dict[str, Any]:
-    """End all that this window started, prove it gone and the memory back."""
+    """End all that this window started on every host, prove it gone and the memory back."""
     runner.view.leave("started", "ready")
     rows = _play(runner, step, END_LIMIT_S + MEMORY_LIMIT_S + LOCK_WAIT_S)
-    return {"ended": rows[0].get("ended", [])}
+    return {host: {"ended": row.get("ended", [])} for host, row in rows.items()}
 
 
 def start(runner: Runner, step: Step) -> dict[str, Any]:
-    """Start production by its own command, as its owner declared it."""
+    """Start production by its own command, as its owner declared it: every host is clear by now."""
     runner.view.leave("stopped")
     rows = _play(runner, step, runner.experiment.production.start_limit_s + LOCK_WAIT_S)
-    return {key: rows[0][key] for key in ("pid", "already", "under_way") if key in rows[0]}
+    return {host: _part(row, "pid", "already", "under_way") for host, row in rows.items()}
 
 
 def prove(runner: Runner, step: Step) -> dict[str, Any]:
-    """Prove production: identity, readiness and one generation on its host, then the greedy answers."""
-    waits = runner.experiment.waits
-    limit_s = runner.experiment.production.start_limit_s + waits.settle_s + LOCK_WAIT_S
-    if runner.document is None and (runner.term is None or not runner.state.restorers):
-        # Nothing was held, or this runner had compiled no restore yet: production was never touched, and must only be
-        # seen to serve.
-        runner.document = document(
-            runner.experiment,
-            window=runner.window,
-            host=runner.experiment.production.host,
-            production=None,
-            log="/dev/null",
-        )
+    """Prove production: identity, readiness and one generation on its hosts, then the greedy answers."""
+    experiment = runner.experiment
+    limit_s = experiment.production.start_limit_s + experiment.waits.settle_s + LOCK_WAIT_S
+    for host in experiment.hosts:
+        if host not in runner.documents and (host not in runner.terms or not runner.state.restorers):
+            # Nothing was held, or this runner had compiled no restore yet: production was never touched, and must only
+            # be seen to serve.
+            runner.documents[host] = document(
+                experiment, window=runner.window, host=host, production=None, log="/dev/null"
+            )
     rows = _play(runner, step, limit_s)
     _record(runner, "proved")
-    return {"proved": rows[0].get("observed", {}), "greedy": _greedy(runner)}
+    proved = {host: _part(row, "pid", "ready", "generation_s", "settled_s") for host, row in rows.items()}
+    return {"proved": proved, "greedy": _greedy(runner)}
+
+
+def _part(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: row[name] for name in names if name in row}
 
 
 def _greedy(runner: Runner) -> str:
@@ -183,8 +194,8 @@ def _greedy(runner: Runner) -> str:
             if found == row:
                 same += 1
                 break
-    strangers = read_counters(runner, base)
-    if same < len(reference) and strangers is not None and (strangers.running or strangers.waiting):
+    strangers = read_counters(runner, base) if same < len(reference) else None
+    if strangers is not None and (strangers.running or strangers.waiting):
         # A batch with others may change an answer without any change of the server.
         return f"not comparable: strangers are being served ({same} of {len(reference)} the same)"
     if same < len(reference):
@@ -196,9 +207,7 @@ def _greedy(runner: Runner) -> str:
 
 
 def _record(runner: Runner, state: str) -> None:
-    if runner.term is None:
-        return
-    for host in runner.experiment.hosts:
+    for host in runner.terms:
         runner.play(host, [{"verb": "record", "state": state}], limit_s=30)
 
 
@@ -217,10 +226,10 @@ def look(runner: Runner, step: Step) -> dict[str, Any]:
     """Find nothing of this window; what is found is ended and reported."""
     found: dict[str, int] = {}
     for host in runner.experiment.hosts:
-        marked = runner.call(host, "look", {"ports": [runner.experiment.production.port]})[-1]["marked"]
+        marked = runner.call(host, "look", {"ports": [runner.experiment.port(host)]})[-1]["marked"]
         if marked:
             found[host] = len(marked)
-            if runner.term is None:
+            if host not in runner.terms:
                 raise StepFailed(
                     f"{host}: pid {marked[0]['pid']} carries this window's mark, and it holds nothing there"
                 )
@@ -238,9 +247,8 @@ def look(runner: Runner, step: Step) -> dict[str, Any]:
 def switch_off(runner: Runner, step: Step) -> dict[str, Any]:
     """Keep what the dead-man's switch wrote, then remove it."""
     runner.view.leave("armed")
-    if runner.term is None:
-        return {}
-    for host, declared in runner.experiment.hosts.items():
+    for host in runner.terms:
+        declared = runner.experiment.hosts[host]
         if declared.switch != "none":
             written = runner.fetch(host, f"{declared.state}/switch.log")
             if written:
@@ -267,32 +275,41 @@ def seal_and_release(runner: Runner, step: Step) -> dict[str, Any]:
     except OSError as error:
         # production is proved: a disk that takes no seal keeps no host from being given back
         report_unwritten("SHA256SUMS: this evidence has no seal", error)
-    if not _holds(runner):
+    held = []
+    for host in runner.experiment.hosts:
+        try:
+            if _holds(runner, host):
+                held.append(host)
+        except FairtrialError as error:
+            runner.progress.say(f"  ! {host}: whether it is held was not seen: {error}; {_type_restore(runner)}")
+    if not held:
         return {}
     # The release removes that copy, and the lease: a renewal on its way would make it again.
-    if (runner.out / "switch" / "host.pyz").exists() or runner.state.restorers:
+    if runner.store.exists("switch/host.pyz") or runner.state.restorers:
         runner.installed.clear()
     openers, runner.openers = runner.openers, {}
     for opener in openers.values():
         opener.close()
-    for host in runner.experiment.hosts:
+    for host in held:
         verb = {"verb": "off", "what": "hold", "seal": runner.seal}
         reply = runner._send(host, "play", {"verbs": [verb]}, LOCK_WAIT_S + 30)
         if reply.exit != 0:
             runner.progress.say(
-                f"  ! {host}: the HOLD was not released (exit {reply.exit}); production is proved. "
-                f"Type: fairtrial restore {runner.out}"
+                f"  ! {host}: the HOLD was not seen released (exit {reply.exit}); {_type_restore(runner)}"
             )
     return {}
 
 
-def _holds(runner: Runner) -> bool:
+def _type_restore(runner: Runner) -> str:
+    return f"production is proved. Type: fairtrial restore {runner.out}"
+
+
+def _holds(runner: Runner, host: str) -> bool:
     """Whether there is a HOLD to release; a hold whose answer was lost is found on its host."""
-    for host in runner.experiment.hosts:
-        state = look_at(runner, host)["state"]
-        if state.get("newest") and (state.get("hold") or {}).get("window") == runner.window:
-            runner.term = runner.term if runner.term is not None else int(state["newest"]["term"])
-            return True
+    state = look_at(runner, host)["state"]
+    if state.get("newest") and (state.get("hold") or {}).get("window") == runner.window:
+        runner.terms.setdefault(host, int(state["newest"]["term"]))
+        return True
     return False
 
 
@@ -314,7 +331,7 @@ def accepting(reason: str) -> dict[str, Act]:
 
     def observe(runner: Runner, step: Step) -> dict[str, Any]:
         host = runner.experiment.production.host
-        found = look_at(runner, host)["ports"][str(runner.experiment.production.port)]["listeners"]
+        found = look_at(runner, host)["ports"][str(runner.experiment.port(host))]["listeners"]
         observed = [{"pid": process["pid"], "start": process["start"]} for process in found]
         if runner.accepted is not None:
             runner.accepted["observed"] = observed

@@ -232,7 +232,7 @@ def test_production_that_cannot_do_what_the_protocol_needs_is_refused(
         ("sharp-probe", ("cannot judge", "1.0000 of the mass", "0.00 nats (>= 0.3)", "protocol.seed")),
         ("few-logprobs", ("5 first-token logprobs by token id, 20 are needed",)),
         ("text-logprobs", ("keyed by text", "return_tokens_as_token_ids")),
-        ("no-tokenizer", ("/tokenize gives no token ids (status 404)", "server.tokenize")),
+        ("no-tokenizer", ("/tokenize gives no token ids (HTTP status 404", "server.tokenize")),
     ],
 )
 def test_a_probe_that_cannot_judge_is_refused(rig: Rig, fault: str, words: tuple[str, ...]) -> None:
@@ -274,7 +274,8 @@ def test_an_overlay_is_staged_mounted_and_seen_from_inside_the_server(rig: Rig) 
     ended = rig.run(overlaid(rig))
     completed(rig, ended)
     identity = json.loads((ended.out / "arms" / "fix" / "identity.json").read_bytes())
-    assert identity["sources"] == {"kernel.py": sha256(b"fixed kernel\n")}
+    [rank] = identity["ranks"].values()
+    assert rank["sources"] == {"kernel.py": sha256(b"fixed kernel\n")}
 
 
 def test_an_overlay_file_with_another_hash_is_refused(rig: Rig) -> None:
@@ -324,8 +325,9 @@ def test_an_arm_can_take_a_variable_and_an_argument_away(rig: Rig) -> None:
     ended = rig.run(rig.experiment(arms=[rig.arm(arguments={"--fault": False}, environment={"FENCE": False})]))
     completed(rig, ended)
     identity = json.loads((ended.out / "arms" / "off" / "identity.json").read_bytes())
-    assert "FENCE" not in identity["environ"]
-    assert "--fault" not in identity["argv"]
+    [rank] = identity["ranks"].values()
+    assert "FENCE" not in rank["environ"]
+    assert "--fault" not in rank["argv"]
 
 
 # ---- stopped: an arm's server is not what it should be ---
@@ -340,7 +342,8 @@ def test_an_arm_can_take_a_variable_and_an_argument_away(rig: Rig) -> None:
             ("died at its start", "its last line: fatal: no such device", "look into", "arms/off/server.log"),
         ),
         ("never-ready", "off.start", ("not ready within 1.5 s (production.start_limit_s)", "its last line: listening")),
-        ("no-generation", "off.start", ("answers /health, but no generation: HTTP status 500",)),
+        ("no-generation", "off.start", ("off's first generation: HTTP status 500",)),
+        ("counts", "off.start", ("first generation: the server counted 5 prompt tokens, 4 were sent",)),
         ("restarts", "off.identity", ("not production plus its declared differences", "environment UNDECLARED")),
     ],
 )
@@ -376,7 +379,6 @@ def test_an_arms_port_that_is_taken_after_preflight_stops(rig: Rig) -> None:
     ("fault", "words"),
     [
         ("cut", ("the connection closed before the end of the answer", "without finish reason")),
-        ("counts", ("counted 65 prompt tokens, 64 were sent",)),
         ("cached", ("not cold", "64 of its prompt tokens")),
         ("silent-cache", ("says nothing of cached tokens", "--enable-prompt-tokens-details")),
         ("error-body", ("HTTP status 400", "type BadRequestError, code 400")),

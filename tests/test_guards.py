@@ -49,8 +49,8 @@ def view(phase: str, seen: Sample | None = None, **parts: Any) -> View:
         "samples": {HOST: seen if seen is not None else sample(arm)},
         "sampled_ns": {HOST: NOW},
         "renewed_ns": {HOST: NOW},
-        "production": None if arm else PRODUCTION,
-        "arm": ARM if arm else None,
+        "production": {} if arm else {HOST: PRODUCTION},
+        "arm": {HOST: ARM} if arm else {},
         "swap_at_ready_b": {HOST: 0},
         "demand": 0,
         "demand_ns": NOW,
@@ -136,7 +136,7 @@ def test_alone_trips_when_anything_but_the_arm_listens_on_productions_port(exper
     assert tripped(experiment, view("stopped", seen)) == []
     seen["ports"]["8001"]["listeners"] = [process(10)]
     assert tripped(experiment, view("stopped", seen)) == ["alone"]
-    assert tripped(experiment, view("stopped", seen, arm=None)) == ["alone"]
+    assert tripped(experiment, view("stopped", seen, arm={})) == ["alone"]
 
 
 @pytest.mark.parametrize("gone", [{"alive": False, "start_ok": True}, {"alive": True, "start_ok": False}])

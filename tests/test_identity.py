@@ -124,7 +124,7 @@ def test_an_arm_is_production_with_its_declared_differences_and_the_mark(raw: di
         arguments={"--max-model-len": "1024", "--eager": None, "--new": True},
         environment={"MODE": "slow", "SWITCH": "1"},
     )
-    wanted = expected(PRODUCTION, found, arm, "w-1")
+    wanted = expected(PRODUCTION, found, arm, "w-1", "here")
     assert options(wanted.argv[1:]) == [
         *[("", "serve"), ("--api-key", SECRET), ("--port", "8002"), ("--max-model-len", "1024"), ("--new", None)],
         *(("--overlay", f"{target}={source}") for target, source in mounts(found, arm, "w-1").items()),
@@ -133,7 +133,7 @@ def test_an_arm_is_production_with_its_declared_differences_and_the_mark(raw: di
     assert (wanted.cwd, wanted.exe, wanted.uid) == (PRODUCTION.cwd, PRODUCTION.exe, PRODUCTION.uid)
     assert wanted.process == PRODUCTION.process
     assert differences(wanted, wanted) == ()
-    assert undeclared(PRODUCTION, wanted, found, arm, "w-1") == ""
+    assert undeclared(PRODUCTION, wanted, found, arm, "w-1", "here") == ""
 
 
 def test_declared_mounts_are_the_overlays_files_under_its_own_name(raw: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def test_declared_mounts_are_the_overlays_files_under_its_own_name(raw: dict[str
 
 def test_an_arm_on_productions_own_port_keeps_its_arguments(raw: dict[str, Any]) -> None:
     found, arm = with_arm(raw, port=8001)
-    assert expected(PRODUCTION, found, arm, "w").argv == PRODUCTION.argv
+    assert expected(PRODUCTION, found, arm, "w", "here").argv == PRODUCTION.argv
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_what_is_undeclared_is_named_without_any_value(old: str, new: str) -> No
         argv=("/usr/bin/server", "--api-key", old, f"--token={old}", "--seed", "1"),
         environ={"API_TOKEN": old, "GONE": old},
     )
-    wanted = expected(production, found, found.arm("off"), "w")
+    wanted = expected(production, found, found.arm("off"), "w", "here")
     environ = {**wanted.environ, "API_TOKEN": new, "ADDED": new}
     del environ["GONE"]
     argv = tuple(word.replace(old, new) for word in wanted.argv)
-    said = undeclared(production, replace(wanted, environ=environ, argv=argv), found, found.arm("off"), "w")
+    said = undeclared(production, replace(wanted, environ=environ, argv=argv), found, found.arm("off"), "w", "here")
     parts = {"environment ADDED is undeclared", "environment GONE is missing"}
     if old != new:
         parts |= {"environment API_TOKEN differs", "argument --api-key differs", "argument --token differs"}

@@ -21,8 +21,11 @@ LARGER = {"experiment.py", "conduct.py", "stream.py", "reference/api.py"}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "overlays" not in path.parts)
 
 
+CAMPAIGN = sorted(path for path in (ROOT / "offload").rglob("*.py") if "tests" not in path.parts)
+
+
 def name_of(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
+    return str(path.relative_to(PACKAGE if PACKAGE in path.parents else ROOT))
 
 
 def loads(path: Path) -> set[str]:
@@ -70,15 +73,28 @@ def test_a_plan_loads_only_the_core() -> None:
     }
 
 
+def test_the_campaigns_reading_loads_only_the_core() -> None:
+    found = loaded_by("import offload.launch.windows.pf1_window, offload.up2_checks")
+    core = {"errors", "canonical", "reading"}
+    assert {name.split(".")[1] for name in found if name.startswith("fairtrial.")} == core
+    assert not found & {"argparse", "asyncio", "h11", "pydantic", "random", "socket", "subprocess"}
+
+
+def test_the_campaigns_driver_loads_no_runner() -> None:
+    found = loaded_by("import offload.prefill_cause2.match_requests")
+    assert "fairtrial.client.request" in found
+    assert not {name for name in found if re.match(r"fairtrial\.(runner|measure|experiment|conduct|reference)", name)}
+
+
 def test_no_module_is_larger_than_the_limit_but_those_that_are_known_to_be() -> None:
-    large = {name_of(path) for path in MODULES if len(path.read_text().splitlines()) > LINES}
+    large = {name_of(path) for path in (*MODULES, *CAMPAIGN) if len(path.read_text().splitlines()) > LINES}
     assert large - LARGER == set()
 
 
 def test_no_name_says_nothing() -> None:
     """Domain nouns: a name that fits anything names nothing."""
     empty = {"manager", "helper", "helpers", "util", "utils", "task", "job", "session", "data", "info"}
-    for path in MODULES:
+    for path in (*MODULES, *CAMPAIGN):
         names = {path.stem}
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

@@ -1620,8 +1620,9 @@ def test_production_comes_back_under_what_it_ran_under_with_its_output_where_the
         assert back != one.pid
         assert setting.of(back) == ran_under
         assert [os.readlink(f"/proc/{back}/fd/{number}") for number in (1, 2)] == [str(log)] * 2
-        for kept in ("arms/off/identity.json", "snapshot/here.json"):
-            assert json.loads((ended.out / kept).read_text())["process"] == ran_under
+        [rank] = json.loads((ended.out / "arms/off/identity.json").read_text())["ranks"].values()
+        snapshot = json.loads((ended.out / "snapshot/here.json").read_text())
+        assert rank["process"] == snapshot["process"] == ran_under
     finally:
         if one.poll() is None:
             one.kill()

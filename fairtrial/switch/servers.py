@@ -161,6 +161,8 @@ def _memory_back(actor: Actor, rule: Json, before: int, held: int) -> Json:
     low = high = now_b = procs.memory()["available_b"]
     since = began
     while True:
+        # without the lock, it may have been given back meanwhile
+        actor.fence()
         now = time.monotonic()
         now_b = procs.memory()["available_b"]
         low, high = min(low, now_b), max(high, now_b)
@@ -234,6 +236,15 @@ def _try_start(actor: Actor, args: Json, environ: dict[str, str]) -> tuple[list[
     record = actor.state.begun()
     if args["what"] == "production":
         _finish_ending(actor, args, record["ending"])
+        marked = procs.marked(actor.state.window)
+        if marked:
+            # an end that only said so: production never runs beside what it makes room for
+            left = [procs.shown(one) for one in marked.values()]
+            raise Failed(
+                f"{', '.join(map(procs.named, left))} of this window still runs on {hostname()}: production is not "
+                "started beside it; end it, then try again",
+                left=left,
+            )
     listening = procs.listens(args["port"])
     heard = procs.listeners(args["port"]) if listening else []
     ours = [one for one in heard if runs_as(one, args) and _environ_fits(one, args, environ)]

@@ -25,3 +25,9 @@ def test_every_module_and_package_has_its_line() -> None:
 def test_every_module_of_the_host_program_has_its_line() -> None:
     modules = {path.stem for path in (PACKAGE / "switch").glob("*.py")} - {"__init__"}
     assert first_column("The host program, one mode a call") == modules
+
+
+def test_every_module_of_the_campaign_has_its_line() -> None:
+    campaign = ROOT / "offload"
+    modules = {path.relative_to(campaign).as_posix() for path in campaign.rglob("*.py") if "tests" not in path.parts}
+    assert first_column("## The first campaign") == {name for name in modules if not name.endswith("__init__.py")}
