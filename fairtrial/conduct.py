@@ -213,7 +213,7 @@ def _report(runner: Runner, code: int) -> int:
         reason = _unproved(runner)
         tell(
             f"fairtrial: PRODUCTION IS NOT PROVED TO BE BACK: {reason}\n"
-            "  The HOLD and the dead-man's switch stay. A person must act now:\n"
+            f"  {_stays(runner)}. A person must act now:\n"
             f"    fairtrial status {runner.out}\n"
             f"    fairtrial restore {runner.out}\n"
             f"    fairtrial restore {runner.out} --accept REASON    (you vouch for what serves)",
@@ -225,6 +225,11 @@ def _report(runner: Runner, code: int) -> int:
     if runner.seal is not None:
         tell(f"fairtrial: evidence {runner.out}, seal {runner.seal}")
     return code
+
+
+def _stays(runner: Runner) -> str:
+    switches = any(host.switch != "none" for host in runner.experiment.hosts.values())
+    return "The HOLD and the dead-man's switch stay" if switches else "The HOLD stays; there is no dead-man's switch"
 
 
 def _next(runner: Runner, stop: Stop) -> str:

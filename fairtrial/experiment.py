@@ -437,6 +437,12 @@ def _across_server(server: Server) -> Iterator[Fault]:
     template = server.mount_argument
     if template is not None and not ("{target}" in template and "{source}" in template):
         yield Fault(key="server.mount_argument", message="must hold {target} and {source}")
+    elif template is not None:
+        try:
+            template.format(target="", source="")
+        except (KeyError, IndexError, ValueError, AttributeError):
+            message = "must hold no other braces than {target} and {source}"
+            yield Fault(key="server.mount_argument", message=message)
 
 
 def _across_protocol(protocol: Protocol) -> Iterator[Fault]:

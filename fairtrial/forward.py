@@ -138,6 +138,7 @@ def switch(runner: Runner, step: Step) -> dict[str, Any]:
     armed: list[str] = []
     for host, declared in runner.experiment.hosts.items():
         if declared.switch == "none":
+            runner.play(host, [{"verb": "install", "restore": runner.documents[host], "switch": False}], limit_s=30)
             continue
         nonce = runner.control.random(8).hex()
         verbs: list[dict[str, Any]] = [

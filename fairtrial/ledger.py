@@ -36,7 +36,7 @@ class Ledger:
     """Appends records to one file of a store, each fsynced before ``append`` returns.
 
     ``records`` holds all of them, those of an earlier runner too. With ``lenient`` set (a restore), a record that
-    cannot be written goes to standard error, and is not part of the chain.
+    cannot be written goes to standard error, and is written before the next that can.
     """
 
     def __init__(self, store: Store, clock: Clock, *, name: str, lenient: bool) -> None:
@@ -47,6 +47,7 @@ class Ledger:
         self._name = name
         self._seq = 0
         self._prev = ""
+        self._unwritten: list[Record] = []
 
     @classmethod
     def create(cls, store: Store, clock: Clock, *, name: str = NAME, lenient: bool = False) -> Ledger:
@@ -86,28 +87,34 @@ class Ledger:
         """
         if taken := fields.keys() & _OWN.keys():
             raise ValueError(f"{kind}: fields {sorted(taken)} are the ledger's own; give them other names")
-        record = {
-            "seq": self._seq + 1,
-            "at": utc_text(self._clock.utc()),
-            "mono_ns": self._clock.monotonic_ns(),
-            "prev": self._prev,
-            "kind": kind,
-            **fields,
-        }
-        shown = f"{self._name}: a record of kind {kind}"
+        at = {"at": utc_text(self._clock.utc()), "mono_ns": self._clock.monotonic_ns()}
+        record: Record = {**at, "kind": kind, **fields}
         try:
-            line = canonical(record)
-            shown = line.decode()
-            record = _parsed(line)
-            self._store.append(self._name, line + b"\n")
+            while self._unwritten:
+                # what a full disk did not take comes first: without it the next record could not follow
+                self._write(self._unwritten[0])
+                self._unwritten.pop(0)
+            record = self._write(record)
         except (OSError, ValueError, TypeError) as error:
             if not self.lenient:
                 raise
+            shown = f"{self._name}: a record of kind {kind}"
+            try:
+                shown = canonical(record).decode()
+            except (ValueError, TypeError):
+                pass
+            else:
+                self._unwritten.append(record)
             report_unwritten(shown, error)
-        else:
-            self._seq += 1
-            self._prev = sha256(line)
         self.records.append(record)
+        return record
+
+    def _write(self, fields: Record) -> Record:
+        line = canonical({"seq": self._seq + 1, "prev": self._prev, **fields})
+        record = _parsed(line)
+        self._store.append(self._name, line + b"\n")
+        self._seq += 1
+        self._prev = sha256(line)
         return record
 
 

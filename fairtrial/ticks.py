@@ -161,6 +161,11 @@ class Ticks:
         if not self._in_command:
             self._raise_interrupt()
 
+    def last_look(self) -> None:
+        """Look once more before the evidence is closed: what came too late to matter is written down all the same."""
+        self._stop_file_due_ns = 0
+        self.tick()
+
     def _raise_interrupt(self) -> None:
         if self._interrupt is not None and not self.restoring:
             found, self._interrupt = self._interrupt, None

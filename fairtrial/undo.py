@@ -259,6 +259,7 @@ def switch_off(runner: Runner, step: Step) -> dict[str, Any]:
 
 def seal_and_release(runner: Runner, step: Step) -> dict[str, Any]:
     """Close the evidence with its hashes, then release the HOLD. The ledger's last record is ``release.begin``."""
+    runner.last_look()
     try:
         write_summary(runner, read=runner.state.complete, restored=runner.accepted is None)
     except (OSError, FairtrialError) as error:

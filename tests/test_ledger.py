@@ -213,25 +213,24 @@ def test_a_window_stops_at_a_record_that_cannot_be_written(tmp_path: Path) -> No
     assert len(ledger.records) == 2
 
 
-def test_in_a_restore_it_goes_to_standard_error_and_the_chain_holds(
+def test_in_a_restore_it_goes_to_standard_error_and_is_written_once_it_can_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = Full.create(tmp_path / "out")
     ledger = Ledger.create(store, Ticks(), lenient=True)
     ledger.append("restore.begin")
     store.full = True
-    lost = ledger.append("restore.stop", host="a")
+    late = ledger.append("restore.stop", host="a")
+    assert [record["kind"] for record in read(store.read(NAME))] == ["restore.begin"]
     store.full = False
-    also_lost = ledger.append("restore.claim", seconds=float("nan"))
+    lost = ledger.append("restore.claim", seconds=float("nan"))
     kept = ledger.append("restore.end")
-    assert [record["kind"] for record in read(store.read(NAME))] == ["restore.begin", "restore.end"]
-    assert [record["kind"] for record in ledger.records][1:] == [
-        lost["kind"],
-        also_lost["kind"],
-        kept["kind"],
-    ]
+    written = read(store.read(NAME))
+    assert [record["kind"] for record in written] == ["restore.begin", "restore.stop", "restore.end"]
+    assert (written[1]["at"], written[1]["host"], written[2]) == (late["at"], "a", kept)
+    assert [record["kind"] for record in ledger.records][1:] == [late["kind"], lost["kind"], kept["kind"]]
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"fairtrial: not written (No space left on device): {canonical(lost).decode()}"
+    assert said[0] == f"fairtrial: not written (No space left on device): {canonical(late).decode()}"
     assert said[1].startswith("fairtrial: not written (ValueError")
 
 

@@ -121,6 +121,19 @@ def test_a_runner_that_is_killed_leaves_both_switches_to_it(ranks: Ranks) -> Non
     assert ranks.command("restore", str(ranks.folder / "out")).code == 0
 
 
+def test_without_a_switch_restore_brings_both_back_after_a_kill(ranks: Ranks) -> None:
+    ranks.serve_both()
+    experiment = ranks.both(arms=[ranks.arm("off", "slow-content", reps=40)])
+    for host in experiment["hosts"].values():
+        host["switch"] = "none"
+    with ranks.running(experiment) as window:
+        window.seen("cell")
+        window.kill()
+    restored = ranks.command("restore", str(ranks.folder / "out"))
+    assert restored.code == 0, restored.stderr
+    ranks.assert_both_back()
+
+
 def test_a_host_that_somebody_else_holds_gives_the_other_back(ranks: Ranks) -> None:
     """The HOLD is on all hosts or on none."""
     ranks.serve_both()
@@ -145,6 +158,18 @@ def two() -> Experiment:
     raw["hosts"] = {"head": {"state": "/var/tmp/head"}, "worker": {"state": "/var/tmp/worker", "port": 8011}}
     raw["production"]["host"] = "head"
     return parse(raw, file="two.toml")
+
+
+def test_no_stop_point_breaks_an_invariant_without_a_switch(two: Experiment) -> None:
+    raw = two.dump()
+    for host in raw["hosts"].values():
+        host["switch"] = "none"
+    found = rehearse(
+        parse(raw, file="two.toml"),
+        demo.PACKAGE,
+        chosen=lambda point: point.effect.step in ("switch", "off.start", "restore.start"),
+    )
+    assert [(run.point, run.exits, run.broken) for run in found.runs if run.broken] == []
 
 
 @pytest.mark.parametrize("step", ["hold", "off.start", "restore.start", "restore.prove", "switch.off"])
