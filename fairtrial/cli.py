@@ -217,14 +217,18 @@ def _rehearse(path: Path, *, as_json: bool, at: str | None, pairs: bool) -> int:
 
     experiment, _ = conduct.open_experiment(path)
     base = path.parent.absolute()
+
+    def told(text: str) -> None:
+        tell(f"fairtrial: {text}")
+
     if at is not None:
-        story, run = rehearsal.replay(experiment, base, at)
+        story, run = rehearsal.replay(experiment, base, at, told)
         if as_json:
             _print_json({"run": dataclasses.asdict(run), "ledger": rehearsal.ledger(story.world)})
         else:
             print(rehearsal.run_text(run, rehearsal.ledger(story.world), story.told.output), end="")
         return 1 if run.broken else 0
-    found = rehearsal.rehearse(experiment, base, pairs=pairs)
+    found = rehearsal.rehearse(experiment, base, pairs=pairs, told=told)
     if as_json:
         _print_json(found.dump())
     else:

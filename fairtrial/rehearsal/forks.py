@@ -37,6 +37,11 @@ def child() -> str | None:
     return f"a fault of the rehearsal itself (exit {number})" if number else ""
 
 
+def unlimited() -> None:
+    """Take the limit from a child whose own work is to wait for many others."""
+    signal.alarm(0)
+
+
 def forked(what: Callable[[], Result]) -> Result:
     """Do something in a process of its own, and return its result; what it raises is raised here."""
     reader, writer = os.pipe()
@@ -106,6 +111,9 @@ def _work(work: Callable[[int, Tell], None], number: int, writer: int) -> None:
     gc.freeze()
     try:
         work(number, tell)
+    except (KeyboardInterrupt, BrokenPipeError):
+        # nobody listens any more
+        os._exit(1)
     except BaseException:
         os.write(2, traceback.format_exc().encode())
         os._exit(1)

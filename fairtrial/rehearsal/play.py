@@ -16,7 +16,7 @@ from fairtrial.errors import Refused
 from fairtrial.experiment import Experiment
 from fairtrial.rehearsal import invariants
 from fairtrial.rehearsal.effects import FAULTS, Effect, StopPoint, stop_points
-from fairtrial.rehearsal.forks import Row, Tell, child, forked, read_all, spread
+from fairtrial.rehearsal.forks import Row, Tell, child, forked, read_all, spread, unlimited
 from fairtrial.rehearsal.story import Story, ledger, state_of
 from fairtrial.rehearsal.world import World
 
@@ -123,17 +123,23 @@ def rehearse(
     pairs: bool = False,
     jobs: int | None = None,
     chosen: Callable[[StopPoint], bool] = lambda point: True,
+    told: Callable[[str], None] = lambda text: None,
 ) -> Rehearsal:
     """Run every stop point of an experiment's window; with ``pairs``, a second fault in each restore too.
 
-    ``chosen``: of all stop points, those to run. Raises ``Refused`` where the clean run alone breaks an invariant.
+    ``chosen``: of all stop points, those to run; ``told`` hears how far it is. Raises ``Refused`` where the clean run
+    alone breaks an invariant.
     """
     began = time.monotonic()
     jobs = jobs or len(os.sched_getaffinity(0))
     whole = forked(lambda: clean(experiment, base))
     due = [point for point in whole.points if chosen(point)]
-    runs = spread(jobs, lambda number, tell: _singles(experiment, base, whole, due[number::jobs], tell))
-    found = [Run(**run) for run in runs]
+    told(f"{len(whole.trace)} effects of the clean run, {len(due)} stop points, {jobs} at a time")
+    found: list[Run] = []
+    for row in spread(jobs, lambda number, tell: _singles(experiment, base, whole, due[number::jobs], tell)):
+        found.append(Run(**row))
+        if len(found) * 10 // len(due) > (len(found) - 1) * 10 // len(due):
+            told(f"{len(found)} of {len(due)} stop points")
     second: list[Run] = []
     states: dict[str, list[str]] = {}
     if pairs:
@@ -142,6 +148,7 @@ def rehearse(
                 states.setdefault(run.state, []).append(run.point)
         firsts = [min(points) for _, points in sorted(states.items())]
         first = [point for point in due if str(point) in set(firsts)]
+        told(f"a second fault in the restores of {len(first)} states: many minutes")
         second = [
             Run(**run)
             for run in spread(jobs, lambda number, tell: _doubles(experiment, base, whole, first[number::jobs], tell))
@@ -159,16 +166,29 @@ def rehearse(
     )
 
 
-def replay(experiment: Experiment, base: Path, at: str) -> tuple[Story, Run]:
-    """Run one stop point again. Raises ``Refused`` where ``at`` names none, or several."""
+def _names(point: StopPoint) -> tuple[str, ...]:
+    """The short names of a stop point, each of which may be that of others too."""
+    step, fault = point.effect.step, point.fault
+    return f"{step}/{fault}", f"{step}/{fault.partition(', ')[0]}", str(point.effect)
+
+
+def replay(
+    experiment: Experiment, base: Path, at: str, told: Callable[[str], None] = lambda text: None
+) -> tuple[Story, Run]:
+    """Run one stop point again: the one of that name, or the first that ``STEP/FAULT`` names. Raises ``Refused``."""
     whole = forked(lambda: clean(experiment, base))
     found = [point for point in whole.points if str(point) == at] or [
-        point for point in whole.points if at in (f"{point.effect.step}/{point.fault}", str(point.effect))
+        point for point in whole.points if at in _names(point)
     ]
     if not found:
+        step = at.partition("/")[0]
+        faults = ", ".join(dict.fromkeys(point.fault for point in whole.points if point.effect.step == step))
         steps = ", ".join(dict.fromkeys(point.effect.step for point in whole.points))
-        raise Refused(f"--at {at}: no stop point of that name; steps: {steps}; `fairtrial rehearse` lists what breaks")
+        known = f"faults of {step}: {faults}" if faults else f"steps: {steps}"
+        raise Refused(f"--at {at}: no stop point of that name; {known}")
     point = found[0]
+    if len(found) > 1:
+        told(f"{at} names {len(found)} stop points; this is the first: --at '{point}'; the last: --at '{found[-1]}'")
     story = Story(World(experiment, base))
     fired: list[Effect] = []
 
@@ -185,7 +205,7 @@ def replay(experiment: Experiment, base: Path, at: str) -> tuple[Story, Run]:
 def absorbed(point: StopPoint) -> bool:
     """Whether a fault may leave no trace: what is asked again anyway, and what comes when nobody looks any more."""
     effect = point.effect
-    unheeded = effect.step in ("look", "switch.off") and point.fault not in FAULTS[effect.kind]
+    unheeded = effect.step in ("restore.close", "look", "switch.off") and point.fault not in FAULTS[effect.kind]
     late = effect.step == "switch.off" and (effect.kind == "renewal" or point.fault in ("full disk", "stall"))
     return effect.kind in ("answer", "knock") or unheeded or late
 
@@ -272,6 +292,7 @@ def _doubles(experiment: Experiment, base: Path, whole: Clean, points: Sequence[
             if ended is None:
                 mine.append(point)
                 story.has(point)
+                unlimited()
                 # one more process goes to the end of this restore, and tells what there is to fork at
                 reader, writer = os.pipe()
                 pid = os.fork()

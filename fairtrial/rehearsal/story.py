@@ -11,16 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fairtrial import conduct
-from fairtrial.backends.simulated import Killed, SimulatedControl
+from fairtrial.backends.simulated import Killed, Process, SimulatedControl
 from fairtrial.canonical import canonical, sha256
-from fairtrial.decide import fold
+from fairtrial.decide import fold, owed
 from fairtrial.errors import FairtrialError, Refused, Superseded
 from fairtrial.evidence import SUMS
+from fairtrial.identity import MARK
 from fairtrial.ledger import read as read_ledger
 from fairtrial.progress import Lines
 from fairtrial.rehearsal.effects import Effect, Effects, StopPoint
 from fairtrial.rehearsal.world import OUT, World
 from fairtrial.ticks import place
+from fairtrial.window import steps
 
 SETTLED_S = 2.0
 ASKS = ("signal", "two signals", "stop file", "swap grows", "a stranger at the arm", "a stranger at production")
@@ -181,36 +183,47 @@ def _restores(effect: Effect) -> bool:
 
 
 def standing(world: World) -> str:
-    """A hash of what a restore depends on: the folded ledger, and how the hosts stand, without times and numbers."""
+    """A hash of what a restore depends on: which undo steps are owed and ended, and how the hosts stand.
+
+    Times and numbers are left out, and which of the arms it is: a restore does not ask.
+    """
     state = fold(ledger(world))
-    hosts = {}
-    for name, host in world.hosts.items():
-        folder = world.experiment.hosts[name].state
-        files = {path.removeprefix(folder): inode for path, inode in host.inodes.items() if path.startswith(folder)}
-        last, begun = (
-            json.loads(bytes(files[one].content)) if one in files else {} for one in ("/last.json", "/start.json")
-        )
-        hosts[name] = {
-            "files": sorted(re.sub(r"\d+", "N", one) for one in files),
-            "last": last.get("state"),
-            "begun": [*sorted(one["what"] for one in begun.get("started", [])), str(begun.get("ending_of"))],
-            "processes": sorted(
-                " ".join(one.argv[:6]) for one in host.processes.values() if one.argv[0] != "fairtrial"
-            ),
-            "ports": sorted(port for one in host.processes.values() for port in one.ports),
-            "full": host.full,
-            "low": host.available_b < 8 << 30,
-        }
     value = {
         "status": state.status,
-        "begun": sorted(state.begun),
-        "ended": sorted(state.ended),
+        "owed": [step.name for step in steps(world.experiment) if owed(step, state)],
+        "ended": sorted(state.ended.keys() & {step.name for step in steps(world.experiment) if step.undoes}),
         "complete": state.complete,
-        "hosts": hosts,
+        "reference": "snapshot/reference.jsonl" in world.evidence.files,
+        "hosts": {name: _host_stands(world, name) for name in world.hosts},
         "paths": sorted(map(str, world.paths)),
         "disk": [(store.full, store.low) for store in world.stores.values()],
     }
     return sha256(canonical(value))[:16]
+
+
+def _host_stands(world: World, name: str) -> dict[str, object]:
+    host, folder = world.hosts[name], world.experiment.hosts[name].state
+    files = {path.removeprefix(folder): inode for path, inode in host.inodes.items() if path.startswith(folder)}
+    last, begun = (
+        json.loads(bytes(files[one].content)) if one in files else {} for one in ("/last.json", "/start.json")
+    )
+    return {
+        "files": sorted({re.sub(r"\d+|\.log-.*", "N", one) for one in files}),
+        "last": last.get("state"),
+        "begun": [*sorted(one["what"] for one in begun.get("started", [])), str(begun.get("ending_of"))],
+        "runs": sorted(_kind(one) for one in host.processes.values() if one.argv[0] != "fairtrial"),
+        "listens": world.experiment.port(name) in {port for one in host.processes.values() for port in one.ports},
+        "full": host.full,
+        "low": host.available_b < 8 << 30,
+    }
+
+
+def _kind(process: Process) -> str:
+    """What a process is, whichever arm's or command's it is."""
+    if "server" in process.argv:
+        return "arm" if MARK in process.environ else "production"
+    at = next((number for number, word in enumerate(process.argv) if word.endswith("host.pyz")), None)
+    return " ".join(process.argv[at + 1 : at + 2]) if at is not None else process.argv[0]
 
 
 def held(world: World) -> list[str]:

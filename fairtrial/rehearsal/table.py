@@ -72,7 +72,7 @@ def _table(runs: Sequence[Run]) -> list[str]:
 
 def run_text(run: Run, records: Sequence[Mapping[str, Any]], output: str) -> str:
     """One run alone: what was said, the ledger, and how it ended."""
-    lines = [output.rstrip("\n"), "", "LEDGER"]
+    lines = [f"stop point: {run.point}   (all of it simulated)", "", output.rstrip("\n"), "", "LEDGER"]
     for row in records:
         own = ("seq", "at", "mono_ns", "prev", "kind")
         fields = " ".join(f"{key}={value}" for key, value in row.items() if key not in own)

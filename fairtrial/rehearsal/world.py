@@ -35,7 +35,7 @@ class World:
         self.hosts = {name: Host(name, self.clock) for name in experiment.hosts}
         reading = experiment.reading
         fast = [name for name in (reading.cause, reading.fix) if name]
-        speedup = 0.9 * float(thresholds(experiment).speedup_max)
+        speedup = min(0.9 * float(thresholds(experiment).speedup_max), 1.0)
         self.model = Model(
             experiment=experiment,
             slowness=lambda process: speedup if any(runs(process, experiment, name) for name in fast) else 1.0,
@@ -131,16 +131,22 @@ class World:
             here += ("two signals",)
             here += ("stop file", "another restorer") if held else ()
             here += ("a stranger at the arm",) if ready else ()
-            here += ("a stranger at production",) if idle else ()
+            # without counters nobody could see it
+            here += ("a stranger at production",) if idle and self.experiment.server.metrics else ()
             each: tuple[str, ...] = ("memory low",) if held else ()
             each += ("the switch dies",) if armed and step not in ("switch.off", "seal") else ()
             each += ("swap grows", "the arm's server dies", "a stranger on production's port") if ready else ()
-            found[step] = here + tuple(self._on(what, host) for what in each for host in self.hosts)
+            found[step] = here + tuple(
+                self._on(what, host) for what in each for host in self.hosts if self._has(what, host)
+            )
             held = held or step == "hold"
             armed = armed or step == "switch"
             idle = (idle or step == "idle") and not ready
             ready = (ready or (name == "start" and step != "restore.start")) and not step.startswith("reading")
         return found
+
+    def _has(self, what: str, host: str) -> bool:
+        return what != "the switch dies" or self.experiment.hosts[host].switch != "none"
 
     def _on(self, what: str, host: str) -> str:
         return f"{what} @{host}" if len(self.hosts) > 1 else what

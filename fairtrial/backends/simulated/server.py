@@ -16,6 +16,7 @@ from typing import Any
 
 from fairtrial.backends.simulated.clock import NS
 from fairtrial.backends.simulated.kernel import GIB, Connection, Host, Process
+from fairtrial.errors import Refused
 from fairtrial.experiment import Experiment
 from fairtrial.identity import option
 
@@ -39,8 +40,9 @@ class Model:
     """What production itself loads: target -> SHA-256."""
 
     def prefill_s(self, process: Process, tokens: int) -> float:
-        longest = max(cell.prompt_tokens for cell in self.experiment.protocol.cells)
-        return 0.002 + LONGEST_S * self.slowness(process) * tokens / longest
+        protocol = self.experiment.protocol
+        longest = max(cell.prompt_tokens for cell in protocol.cells)
+        return 0.002 + min(LONGEST_S, protocol.limit_s / 4) * self.slowness(process) * tokens / longest
 
 
 class Server:
@@ -191,7 +193,7 @@ def start(model: Model) -> Callable[[Host, Process], None]:
             for arm in model.experiment.arms:
                 for tell in arm.tells:
                     if runs(process, model.experiment, arm.name):
-                        server._log(literal(tell.log))
+                        server._log(example(tell.log))
             process.held_b = HELD_B
             host.clock.sleep(READY_S)
             process.ports[int(port or 0)] = server.serve
@@ -224,9 +226,49 @@ def runs(process: Process, experiment: Experiment, arm: str) -> bool:
     )
 
 
-def literal(pattern: str) -> str:
-    """A line that a tell's pattern matches, for the patterns that experiments use: words with escapes."""
-    return re.sub(r"\\(.)", r"\1", pattern).strip("^$")
+def example(pattern: str) -> str:
+    """A line that a tell's pattern finds. Raises ``Refused`` for a pattern that none is found for."""
+    try:
+        found = "".join(_example(*item) for item in re._parser.parse(pattern))  # type: ignore[attr-defined]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        found = ""
+    if not re.search(pattern, found, re.MULTILINE):
+        raise Refused(f"tells: no line is found here that {pattern} would match: rehearse with a plainer pattern")
+    return found
+
+
+_CLASSES = {"CATEGORY_DIGIT": "0", "CATEGORY_WORD": "a", "CATEGORY_SPACE": " "}
+_CLASSES |= {"CATEGORY_NOT_DIGIT": "a", "CATEGORY_NOT_WORD": " ", "CATEGORY_NOT_SPACE": "a"}
+
+
+def _example(kind: Any, value: Any) -> str:
+    """What matches one part of a parsed pattern, the shortest that is simple."""
+    name = str(kind)
+    if name == "LITERAL":
+        return chr(value)
+    if name == "ANY":
+        return "x"
+    if name == "NOT_LITERAL":
+        return "x" if value != ord("x") else "y"
+    if name in ("AT", "ASSERT_NOT"):
+        return ""
+    if name == "IN":
+        if str(value[0][0]) == "NEGATE":
+            taken = {_example(*one) for one in value[1:]}
+            return next(letter for letter in "x0 -." if letter not in taken)
+        return _example(*value[0])
+    if name == "RANGE":
+        return chr(value[0])
+    if name == "CATEGORY":
+        return _CLASSES[str(value)]
+    if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+        low, _, part = value
+        return "".join(_example(*one) for one in part) * int(low)
+    if name == "SUBPATTERN":
+        return "".join(_example(*one) for one in value[-1])
+    if name == "BRANCH":
+        return "".join(_example(*one) for one in value[1][0])
+    raise ValueError(name)
 
 
 def _json(document: object) -> bytes:
