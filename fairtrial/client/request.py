@@ -108,6 +108,20 @@ class Clock(Protocol):
     def monotonic_ns(self) -> int: ...
 
 
+class Wire(Protocol):
+    """What is done with an open connection: a socket, or a simulated one."""
+
+    def settimeout(self, value: float, /) -> None: ...
+
+    def sendall(self, content: bytes, /) -> None: ...
+
+    def recv(self, size: int, /) -> bytes: ...
+
+    def shutdown(self, how: int, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Stopped(Exception):
     """Why a request ends before its answer does; its text is ours alone."""
 
@@ -138,7 +152,7 @@ class Request:
         self.local_port: int | None = None
         self._deadline = 0.0
         self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
+        self._sock: Wire | None = None
         self._closed = False
         self._exchange: Exchange | None = None
         self._thread = threading.Thread(target=self.run, name="fairtrial-request", daemon=True)
@@ -269,7 +283,7 @@ class Request:
         ]
         return b"".join(part for part in parts if part)
 
-    def _receive(self, sock: socket.socket, seen: _Seen) -> bytes:
+    def _receive(self, sock: Wire, seen: _Seen) -> bytes:
         done = seen.stream is not None and seen.stream.done
         silence_limit_s = _DRAIN_S if done else self.call.silence_limit_s
         sock.settimeout(self._left_s(silence_limit_s))

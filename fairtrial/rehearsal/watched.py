@@ -11,7 +11,7 @@ from typing import Any
 
 from fairtrial.backends.base import Channel, Pending, Reply
 from fairtrial.backends.simulated import Killed, Memory, Simulated
-from fairtrial.backends.simulated.backend import SimulatedRequest
+from fairtrial.backends.simulated.backend import SimulatedChannel, SimulatedRequest
 from fairtrial.client import Call, Exchange
 from fairtrial.errors import StepFailed
 from fairtrial.rehearsal.effects import CHANGING, Effects
@@ -139,7 +139,7 @@ class Watched:
         self.ready = ready
         """The path of readiness: only whether it answers counts, so what it says cannot lie or be lost."""
         self.tick_s = world.tick_s
-        self.channels: list[Channel] = []
+        self.channels: list[SimulatedChannel] = []
         self.requests: list[SimulatedRequest] = []
 
     def utc(self) -> float:
@@ -235,7 +235,7 @@ class Watched:
     def end(self) -> None:
         """The actor is gone: what it had open is closed, and what it had begun on the hosts goes on."""
         for channel in self.channels:
-            channel.process.stdin.end()  # type: ignore[attr-defined]
+            channel.hang_up()
         for request in self.requests:
             request.end()
 

@@ -243,7 +243,7 @@ def _talk(host: Host) -> Callable[[], None]:
 
 
 def _ask(host: Host) -> Callable[[], None]:
-    servers = [one.server for one in host.processes.values() if hasattr(one, "server")]
+    servers = [one.server for one in host.processes.values() if one.server is not None]
     for server in servers:
         server.extra += 1
 

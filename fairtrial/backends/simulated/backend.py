@@ -66,9 +66,13 @@ class SimulatedChannel:
     def ended(self) -> bool:
         return not self.process.alive
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Close its input, and wait for nothing: whoever had it open is gone."""
         if self.process.stdin is not None:
             self.process.stdin.end()
+
+    def close(self) -> None:
+        self.hang_up()
         if not self.clock.wait(self.process.over, 2):
             self.process.host.exit(self.process, -9)
 
@@ -133,7 +137,7 @@ class SimulatedRequest(Request):
             raise Stopped(f"no connection: {error.strerror}") from None
         self.local_port = self._connection.local_port
         seen.connect_ns = 0
-        self._sock = _Socket(self, self._connection)  # type: ignore[assignment]
+        self._sock = _Socket(self, self._connection)
 
 
 class _Socket:
@@ -165,6 +169,9 @@ class _Socket:
 
     def close(self) -> None:
         self.connection.close()
+
+    def shutdown(self, how: int) -> None:
+        self.connection.reset()
 
 
 class Simulated:

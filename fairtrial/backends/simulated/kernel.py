@@ -107,6 +107,8 @@ class Process:
     fibers: list[Fiber] = field(default_factory=list)
     over: Event = field(default_factory=Event)
     on_line: Callable[[bytes], None] | None = None
+    server: Any = None
+    """The model server that it is, if it is one."""
 
     def check(self) -> None:
         """Raise ``Killed`` where the process is gone: the fiber that called has no right to do anything more."""

@@ -12,6 +12,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from fairtrial.backends.simulated.clock import NS
@@ -185,7 +186,7 @@ def start(model: Model) -> Callable[[Host, Process], None]:
 
     def begin(host: Host, process: Process) -> None:
         server = Server(process, model)
-        process.server = server  # type: ignore[attr-defined]
+        process.server = server
         port = option(process.argv, model.experiment.server.port_argument)
 
         def up() -> None:
@@ -229,8 +230,9 @@ def runs(process: Process, experiment: Experiment, arm: str) -> bool:
 def example(pattern: str) -> str:
     """A line that a tell's pattern finds. Raises ``Refused`` for a pattern that none is found for."""
     try:
-        found = "".join(_example(*item) for item in re._parser.parse(pattern))  # type: ignore[attr-defined]
-    except (AttributeError, KeyError, TypeError, ValueError):
+        parse = import_module("re._parser").parse
+        found = "".join(_example(*item) for item in parse(pattern))
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError):
         found = ""
     if not re.search(pattern, found, re.MULTILINE):
         raise Refused(f"tells: no line is found here that {pattern} would match: rehearse with a plainer pattern")

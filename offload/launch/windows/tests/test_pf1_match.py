@@ -156,7 +156,7 @@ def test_the_limits_are_the_registered_ones_and_cannot_be_changed_in_place() -> 
         "reps": 2,
     }
     with pytest.raises(TypeError):
-        MATCH_THRESHOLDS["band"] = 1  # type: ignore[index]
+        MATCH_THRESHOLDS["band"] = 1
     assert match_reading(CONFIRMING, checks())["thresholds"] == MATCH_THRESHOLDS
     slow_fix = seconds((91, 91), (69, 69), (72.6, 72.6))
     assert match_reading(slow_fix, checks(), MATCH_THRESHOLDS)["verdict"] == "AMBIGUOUS"
